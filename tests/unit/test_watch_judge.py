@@ -19,7 +19,8 @@ from rankcall.analysis.snapshot import FAILED, RankState, Snapshot
 from rankcall.analysis.verdicts import settles_in
 from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.kept import kept_in
-from rankcall.job.judge import Judge, going_on
+from rankcall.analysis.verdicts.over import quiet_if_over
+from rankcall.job.judge import Judge
 from rankcall.job.other_nodes import Agreed, Exchange
 from rankcall.ring.tables import Group
 
@@ -253,14 +254,14 @@ def test_when_a_job_goes_on(tmp_path: Path) -> None:
     """That needs a sign of every rank that is known, and none that ends or whose call failed."""
     busy = [call for seq in (1, 2) for call in together(seq, [0] * 4, seq * SECOND, WORLD)]
     snapshot = diagnose_calls(tmp_path / "busy", busy, states={}, seconds=5).snapshot
-    assert going_on(snapshot, 4.0) == pytest.approx(3.0, abs=0.1)
-    assert going_on(snapshot, 2.0) is None
+    assert quiet_if_over(snapshot, [], 4.0) == pytest.approx(3.0, abs=0.1)
+    assert quiet_if_over(snapshot, [], 2.0) is None
     for change in ({"state": "gone"}, {"leaving": True}, {"closed": True}):
         ended = replace(snapshot.ranks[1], **change)  # type: ignore[arg-type]
         ranks = [snapshot.ranks[0], ended, *snapshot.ranks[2:]]
-        assert going_on(replace(snapshot, ranks=ranks), 4.0) is None, change
+        assert quiet_if_over(replace(snapshot, ranks=ranks), [], 4.0) is None, change
     calls = snapshot.calls.copy()
     calls["status"][-1] = FAILED
-    assert going_on(replace(snapshot, calls=calls), 4.0) is None
+    assert quiet_if_over(replace(snapshot, calls=calls), [], 4.0) is None
     unknown = [*snapshot.ranks[:3], RankState(3, blind=True)]
-    assert going_on(replace(snapshot, ranks=unknown), 4.0) is not None
+    assert quiet_if_over(replace(snapshot, ranks=unknown), [], 4.0) is not None

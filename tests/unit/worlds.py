@@ -53,6 +53,7 @@ class Call:
     reduce_op: str = "none"
     shape_hash: int = 0  # of an all_to_all: not 0 if it has split sizes
     api: str = ""
+    thread: int = 0
 
 
 def write_world(
@@ -128,6 +129,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "dtype": DTYPES.index(call.dtype),
         "reduce_op": REDUCE_OPS.index(call.reduce_op),
         "shape_hash": call.shape_hash,
+        "thread": call.thread,
     }
     for name, value in values.items():
         row[name] = value

@@ -24,7 +24,7 @@ from rankcall.ring.tables import CallSite, Group, site_from, site_object
 
 Calls = npt.NDArray[Any]
 
-SCHEMA = 4
+SCHEMA = 5
 _MOST_BYTES = 1 << 28  # once it is decoded
 _MOST_RANKS = 1 << 20
 _MOST_NUMBER = 1 << 62

@@ -258,7 +258,10 @@ class _RingWindows:
         calls = np.zeros(len(kept), CALL)
         calls["rank"], calls["group"], calls["site"] = rank, -1, 0
         calls["index"] = (kept["commit"] >> 2).astype(np.int64) - 1
-        for name in ("kind", "op", "dtype", "reduce_op", "status", "flags", "shape_hash", "tag"):
+        for name in (
+            *("kind", "op", "dtype", "reduce_op", "status", "flags", "shape_hash", "tag"),
+            "thread",
+        ):
             calls[name] = kept[name]
         for name in ("seq", "step", "message_bytes", "in_bytes", "out_bytes"):
             calls[name] = np.minimum(kept[name], np.uint64(_LARGEST))

@@ -40,6 +40,7 @@ CALL = np.dtype(
         ("site", "<i4"),  # index into Snapshot.sites; 0: not known
         ("root", "<i4"),  # global rank; -1: none; -2: not in the group
         ("peer", "<i4"),  # global rank; -1: none, or any source in flight; -2: not in the group
+        ("thread", "<u4"),  # kernel's id of the issuing thread; 0: not known
         ("shape_hash", "<u4"),
         ("seq", "<i8"),
         ("tag", "<i8"),
@@ -182,15 +183,24 @@ def not_started(calls: Calls) -> Bools:
 
 
 def failed_for_good(calls: Calls) -> Bools:
-    """Return which calls failed without a later call of their rank that completed."""
+    """Return which calls failed, and neither their group nor their thread went on there.
+
+    A rank goes on in a group with a later call of that group that completes. A thread that caught
+    the error goes on with a later call that completes, for example in a group that it has made
+    anew. Calls of other threads show nothing: they go on beside one that failed.
+    """
     failed: Bools = calls["status"] == FAILED
     if not failed.any():
         return failed
-    size = int(calls["rank"].max()) + 1
-    newest = np.full(size, -1, np.int64)
-    done = calls["status"] == COMPLETED
-    np.maximum.at(newest, calls["rank"][done], calls["index"][done])
-    lasting: Bools = failed & (calls["index"] > newest[calls["rank"]])
+    lasting = failed
+    for column in ("group", "thread"):
+        keys = np.stack([calls["rank"].astype(np.int64), calls[column].astype(np.int64)])
+        distinct, which = np.unique(keys, axis=1, return_inverse=True)
+        which = which.ravel()
+        newest = np.full(distinct.shape[1], -1, np.int64)
+        done = calls["status"] == COMPLETED
+        np.maximum.at(newest, which[done], calls["index"][done])
+        lasting = lasting & (calls["index"] > newest[which])
     return lasting
 
 

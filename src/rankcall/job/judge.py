@@ -10,16 +10,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rankcall.analysis.pace import quiet_s
 from rankcall.analysis.run_snapshot import snapshot_of_run
-from rankcall.analysis.snapshot import ALIVE, Snapshot, failed_for_good, unfinished
+from rankcall.analysis.snapshot import Snapshot, unfinished
 from rankcall.analysis.verdicts import find, settles_in
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
@@ -28,6 +27,7 @@ from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in, waits_that_ended
 from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.analysis.verdicts.over import quiet_if_over
 from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.analysis.verdicts.wording import duration
 from rankcall.job.choice import evidence_store
@@ -49,6 +49,7 @@ logger = logging.getLogger("rankcall.watch")
 _WINDOW = 64  # calls kept of each rank
 _PAUSE_S = (1.0, 15.0)  # between two looks at overdue calls without a verdict; it doubles
 MOST_POLL_S = 30.0  # a viewer waits for so long until the other nodes notice
+_MOST_TOLD = 15  # earlier hangs whose ends are waited for
 _VERDICT_PAUSE_S = 60.0  # between two looks at a hang with a verdict: a cause may be added
 
 
@@ -80,7 +81,8 @@ class Judge:
         self._unclear = 0  # ``first_ns`` of a hang with an unclear cause, which gets a second look
         # The last two verdicts, in case they could not be kept in the run.
         self._last_verdicts: list[Verdict] = []
-        self._told: _Told | None = None
+        self._told: list[_Told] = []  # the hangs that this rank has told of, and that last
+        self._next_look_back_ns = 0
         self.next_look = 0.0
 
     def rest(self) -> None:
@@ -89,19 +91,24 @@ class Judge:
 
     def look_back(self, headers: dict[int, Header]) -> None:
         """Say that a hang which this rank has told of is over, once the ranks go on."""
-        hang, now_ns = self._told, time.monotonic_ns()
-        if hang is None or now_ns < hang.next_look_ns:
+        now_ns = time.monotonic_ns()
+        if not self._told or now_ns < self._next_look_back_ns:
             return
-        hang.next_look_ns = now_ns + int(_PAUSE_S[0] * 1e9)
-        quiet = going_on(self._snapshot(headers), (now_ns - hang.seen_ns) / 1e9)
-        if quiet is None:
-            return
-        self._told, seconds = None, (now_ns - hang.first_ns) / 1e9 - quiet
-        text = f"rankcall: the hang is over after {duration(seconds)}: the job goes on"
-        print(text, file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            if hang.place is not None:
-                note_over(hang.place, seconds)
+        self._next_look_back_ns = now_ns + int(_PAUSE_S[0] * 1e9)
+        snapshot, longest_s = self._snapshot(headers), 0.0
+        for hang in list(self._told):
+            quiet = quiet_if_over(snapshot, hang.findings, (now_ns - hang.seen_ns) / 1e9)
+            if quiet is None:
+                continue
+            self._told.remove(hang)
+            seconds = (now_ns - hang.first_ns) / 1e9 - quiet
+            longest_s = max(longest_s, seconds)
+            with contextlib.suppress(OSError):
+                if hang.place is not None:
+                    note_over(hang.place, seconds)
+        if longest_s:  # one hang may have had several verdicts
+            text = f"rankcall: the hang is over after {duration(longest_s)}: the job goes on"
+            print(text, file=sys.stderr, flush=True)
 
     def asked(self, headers: dict[int, Header]) -> bool:
         """Return whether another node wants a verdict. This node's ranks are registered as well."""
@@ -150,7 +157,8 @@ class Judge:
             return False
         self._last_verdicts = [*self._last_verdicts[-1:], verdict]
         self._learned.made_ns(verdict)
-        self._publish(verdict, stacks, of_this_hang, prints, _Told(first_ns, seen_ns, None))
+        hang = _Told(first_ns, seen_ns, verdict.findings)
+        self._publish(verdict, stacks, of_this_hang, prints, hang)
         return True
 
     def keep_evidence(self, attempt: int) -> None:
@@ -296,7 +304,7 @@ class Judge:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if prints:
             print(f"\n{text_of(verdict).rstrip()}\n{where}", file=sys.stderr, flush=True)
-            self._told = self._told or hang
+            self._told = [*self._told[-_MOST_TOLD:], hang]
 
 
 @dataclass
@@ -305,26 +313,14 @@ class _Told:
 
     first_ns: int  # when its oldest call was issued
     seen_ns: int  # when it was last seen to last
-    place: Path | None  # of its verdict
-    next_look_ns: int = 0
+    findings: Sequence[Finding]
+    place: Path | None = None  # of its verdict
 
 
 def origin_now() -> Origin:
     """Return the origin of a verdict that this process gives now."""
     mono_ns, pid = time.monotonic_ns(), os.getpid()
     return Origin(f"{boot_id()}.{pid}.{mono_ns}", boot_id(), mono_ns, time.time_ns(), pid)
-
-
-def going_on(snapshot: Snapshot, seconds: float) -> float | None:
-    """Return for how long a rank of a job that goes on has been quiet at most, in s.
-
-    None if not every known rank has issued or left a call in so many seconds, or if one ends.
-    """
-    known = [state for state in snapshot.ranks if not state.blind]
-    if any(state.state != ALIVE or state.leaving or state.closed for state in known):
-        return None
-    longest = float(quiet_s(snapshot)[[state.rank for state in known]].max(initial=0.0))
-    return longest if longest < seconds and not failed_for_good(snapshot.calls).any() else None
 
 
 def _stack_text(stacks: Mapping[int, str]) -> str:

@@ -15,7 +15,8 @@
     sentences evidence_lines naming  its words: all sentences are there
     verdict diagnosis                all findings about a job; and with the snapshot behind them
     encoding decoding                a verdict as JSON, and back
-    kept hindsight                   what the job's own watcher said, and what that adds at the end
+    kept over hindsight              what the job's own watcher said, whether that hang is over, and
+                                     what that adds at the end
     evidence                         the input of the kinds: a hang's waits, a running job's times
     wait_graph disagreements         the parts of that evidence
 
@@ -145,7 +146,7 @@ def diagnose(
     diagnosis = judge(run, snapshot, hang_after)
     if snapshot.live or not diagnosis.kept:
         return diagnosis
-    return as_the_watcher_saw(diagnosis, diagnosis.kept[-1], {kind.kind: kind for kind in KINDS})
+    return as_the_watcher_saw(diagnosis, {kind.kind: kind for kind in KINDS})
 
 
 def with_stacks(run: Run, diagnosis: Diagnosis, stacks: Mapping[int, str]) -> Diagnosis:

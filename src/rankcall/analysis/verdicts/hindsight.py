@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.facts import Fact, Relation, place_of, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.over import lasted
 from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, evidence
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.run.frames import code_place
@@ -21,25 +20,50 @@ from rankcall.run.hangs import kept_stack
 _MARGIN_S = 0.5  # between a verdict and a call that shows that its hang was over
 
 
-def as_the_watcher_saw(diagnosis: Diagnosis, newest: Kept, kinds: Mapping[str, Kind]) -> Diagnosis:
+def as_the_watcher_saw(diagnosis: Diagnosis, kinds: Mapping[str, Kind]) -> Diagnosis:
     """Add what the job's own watcher saw last to the diagnosis of a job that is over.
 
     The watcher saw live processes and their stacks, so its word on a rank counts for more than how
-    that rank ended. It counts only if its hang lasted: no rank of its host has issued a call since.
+    that rank ended. It counts only if what it saw lasted until the end.
 
     Args:
-        diagnosis: What the records and the ends of the processes show.
-        newest: The last verdict that the watcher kept.
+        diagnosis: What the records and the ends of the processes show; with the verdicts that the
+            watcher kept.
         kinds: All kinds by their names; findings of other kinds are left out.
     """
-    snapshot, origin = diagnosis.snapshot, newest.verdict.origin
+    snapshot = diagnosis.snapshot
+    for newest in reversed(diagnosis.kept):
+        since_s = _seconds_since(snapshot, newest)
+        if since_s is None:
+            continue
+        seen = [
+            finding
+            for finding in newest.verdict.findings
+            if finding.kind in kinds and lasted(snapshot, finding, since_s - _MARGIN_S)
+        ]
+        if seen:
+            return _with_seen(diagnosis, newest, seen, since_s, kinds)
+    return diagnosis
+
+
+def _seconds_since(snapshot: Snapshot, kept: Kept) -> float | None:
+    """Return how long before the end a verdict was given; None if that is not known."""
+    origin = kept.verdict.origin
     moment = snapshot.moments.get(origin.boot_id)
-    seen = [finding for finding in newest.verdict.findings if finding.kind in kinds]
-    if moment is None or not seen:
-        return diagnosis
-    since_s = (moment - origin.mono_ns) / 1e9
-    if since_s < 0 or np.any(snapshot.calls["age_s"] < since_s - _MARGIN_S):
-        return diagnosis
+    if moment is None or moment < origin.mono_ns:
+        return None
+    return (moment - origin.mono_ns) / 1e9
+
+
+def _with_seen(
+    diagnosis: Diagnosis,
+    newest: Kept,
+    seen: Sequence[Finding],
+    since_s: float,
+    kinds: Mapping[str, Kind],
+) -> Diagnosis:
+    """Add what the watcher saw, and what lasted, to the diagnosis of a job that is over."""
+    snapshot = diagnosis.snapshot
     diagnosis = replace(
         diagnosis,
         findings=[
