@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +30,6 @@ class Launcher:
 def both(command: str) -> tuple[str, ...]:
     """Return a command that starts two ranks and waits for both."""
     return ("bash", "-c", _BOTH.format(command))
-
-
-def free_port() -> str:
-    """Return a port that is free now. Only launchers that cannot take port 0 need one."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return str(taken.getsockname()[1])
 
 
 def digests(ended: Ended) -> list[str]:

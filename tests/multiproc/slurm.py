@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launchers import free_port
+from ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # for the daemons

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from attach_programs import ACCELERATE, CHILDREN, CRASHING, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
 from launch import RANKCALL, Ended, Launch, launch, run_program
-from launchers import Launcher, both, digests, free_port, run_of
+from launchers import Launcher, both, digests, run_of
+from ports import free_port
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli.environment import BOOT
@@ -81,7 +82,7 @@ def prepare(folder: Path, launcher: Launcher) -> tuple[list[str], dict[str, str]
     for name, text in FILES.items():
         (folder / name).write_text(text)
     meet = folder / "meet"
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if launcher.program not in ("train", "python") or "torchrun" in launcher.command[0]:
         env = {"PYTHONPATH": str(folder)}
     return [part.format(meet=meet) for part in launcher.command], env

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from launch import Ended, Launch, launch
-from launchers import both, digests, free_port, run_of
+from launchers import both, digests, run_of
+from ports import free_port
 
 import rankcall
 from rankcall.run.load import load
@@ -45,7 +46,7 @@ def job(folder: Path, before: str = "", after: str = "") -> tuple[tuple[str, ...
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAIN.format(before=before, after=after))
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # one node: no rank sends records to another
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return both(f"{sys.executable} {folder / 'train.py'}"), env
 
 

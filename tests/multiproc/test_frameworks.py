@@ -30,7 +30,8 @@ from framework_programs import (
     TRANSFORMERS,
 )
 from launch import RANKCALL, Ended, launch, run_program
-from launchers import digests, free_port, line_of, run_of
+from launchers import digests, line_of, run_of
+from ports import free_port
 
 from rankcall.cli.environment import BOOT
 from rankcall.run.load import load
@@ -117,7 +118,7 @@ class Place:
         folder = self.folder / name
         folder.mkdir()
         (folder / "job.py").write_text(job.script)
-        port = free_port()
+        port = str(free_port())
         short = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
         before = (str(RANKCALL), "exec", "--capture=python", *options, "--") if options else ()
         command: list[str] = []

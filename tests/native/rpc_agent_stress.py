@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,15 +59,15 @@ def call(other: str, seed: int, kept: list[Any]) -> None:
                 raise AssertionError("the call did not time out")
 
 
-def work(rank: int, port: int) -> None:
+def work(rank: int, store_port: int, *ports: int) -> None:
     """Be one of the two workers."""
     torch.set_num_threads(1)
     kept: list[Any] = []
-    store = TCPStore("127.0.0.1", port + ROUNDS, is_master=rank == 0)
-    for number in range(ROUNDS):
+    store = TCPStore("127.0.0.1", store_port, is_master=rank == 0)
+    for number, port in enumerate(ports):
         os.environ["RANKCALL_HOST"] = f"node-{rank * (number % 2)}"
         options = rpc.construct_rpc_backend_options(
-            rpc.BackendType.ZMQ, rpc_timeout=300, init_method=f"tcp://127.0.0.1:{port + number}"
+            rpc.BackendType.ZMQ, rpc_timeout=300, init_method=f"tcp://127.0.0.1:{port}"
         )
         rpc.init_rpc(f"w{rank}", "ZMQ", rank, 2, options)
         other = f"w{1 - rank}"
@@ -90,19 +90,13 @@ def work(rank: int, port: int) -> None:
         assert bool((tensor == tensor[0]).all())
 
 
-def free_ports() -> int:
-    """Return the first of some ports that are free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return min(int(probe.getsockname()[1]), 60_000)
-
-
 def main() -> None:
     """Start the two workers and wait for them."""
-    port = free_ports()
-    workers = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(port)]) for rank in range(2)
-    ]
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+    from ports import free_port
+
+    ports = [str(free_port()) for _ in range(1 + ROUNDS)]
+    workers = [subprocess.Popen([sys.executable, __file__, str(rank), *ports]) for rank in range(2)]
     try:
         assert [worker.wait(timeout=500) for worker in workers] == [0, 0]
     finally:
@@ -112,7 +106,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        work(int(sys.argv[1]), int(sys.argv[2]))
+    if len(sys.argv) > 1:
+        work(*map(int, sys.argv[1:]))
     else:
         main()
