@@ -34,7 +34,6 @@ from rankcall.testing.simulated_store import (
     Counted,
     LostAnswer,
     Mark,
-    MayBlock,
     Process,
     Read,
     Set,
@@ -207,12 +206,11 @@ def without_waiting(steps: Steps[Any]) -> Steps[Any]:
         answer, error = None, None
         try:
             if isinstance(request, Arrive):
-                for key, value in request.appends:
+                for key, value in request.instead:
                     yield Append(key, value)
+                answer = False
             elif isinstance(request, Wait):
                 answer = bool((yield Until(Check(request.keys), bool)))
-            elif isinstance(request, MayBlock):
-                answer = False
             else:
                 answer = yield request
         except (LostAnswer, StoreGoneError) as raised:

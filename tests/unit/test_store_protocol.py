@@ -202,9 +202,10 @@ MUTANTS = {
         "2 ranks, barriers, one polls",
     ),
     "is counted twice": (
-        "        yield from _arrive_again(keys, progress, log, rank, line)\n",
-        "        key = keys.turnstile(kind, number)\n"
-        "        has_passed = yield Arrive([], key, keys.world_size)\n",
+        "            yield from _arrive_again(keys, progress, log, rank, asking_line)\n",
+        "            key = keys.turnstile(kind, number)\n"
+        "            if (yield Arrive([], key, keys.world_size, [])):\n"
+        "                return True\n",
         "2 ranks, barriers",
     ),
     "reads a key at which others wait": (
@@ -214,17 +215,15 @@ MUTANTS = {
         "3 ranks, barriers, one polls, in time",
     ),
     "is counted before it is in the log": (
-        "            for key, value in lines:\n"
-        "                yield from hand_in(keys, key, rank, value)\n"
+        "            yield from hand_in(keys, log, rank, asking_line)\n"
         "            has_passed = yield from _count_and_wait(keys, kind, number)\n",
         "            has_passed = yield from _count_and_wait(keys, kind, number)\n"
-        "            for key, value in lines:\n"
-        "                yield from hand_in(keys, key, rank, value)\n",
+        "            yield from hand_in(keys, log, rank, asking_line)\n",
         "3 ranks, a barrier, no counting",
     ),
     "hands in after it has arrived": (
-        "else ((keys.data(number), progress.frame), arrival)",
-        "else (arrival, (keys.data(number), progress.frame))",
+        "instead=(*data, (log, asking_line))",
+        "instead=((log, asking_line), *data)",
         "2 ranks, exchanges, one polls",
     ),
     "believes that a request without an answer took effect": (
@@ -238,9 +237,9 @@ MUTANTS = {
         "2 ranks, barriers",
     ),
     "removes keys before all have arrived": (
-        "    has_passed: bool | None = None\n",
-        "    has_passed: bool | None = None\n"
-        "    yield from _remove_old_keys(keys, member, kind, number)\n",
+        "    log = keys.log(kind, number)\n    # After an exchange",
+        "    log = keys.log(kind, number)\n"
+        "    yield from _remove_old_keys(keys, member, kind, number)\n    # After an exchange",
         "2 ranks, barriers",
     ),
     "removes no key": (
@@ -270,8 +269,8 @@ MUTANTS = {
         "2 ranks, the host ends, none poll, barrier+barrier, appends",
     ),
     "does not say that it asks again and again": (
-        "not keys.counts or not (yield MayBlock())",
-        "not keys.counts",
+        "asking_line = member.asking_line if says_when_done else member.line",
+        "asking_line = member.line",
         "2 ranks, the host ends, (0, 1) poll, barrier+barrier, counts",
     ),
     "needs the store to tidy up": (

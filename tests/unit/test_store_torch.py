@@ -144,7 +144,7 @@ def test_text_is_data(clients: list[Store]) -> None:
 
 # What another client does while one waits for two, and whether it lets that one pass.
 BESIDE_A_WAIT = {
-    "counts itself in": (Arrive([], "in", 2), True),
+    "counts itself in": (Arrive([], "in", 2, []), True),
     "sets the key": (Set("in", b"2"), True),
     "appends to the key": (Append("in", b"\n0"), True),
     "adds to the key": (Add("in", 1), True),
@@ -163,7 +163,7 @@ def test_the_simulated_store_counts_as_torchs(name: str) -> None:
         pytest.skip("this torch has no request that counts")
     clients = [Connection(host.clone()) for _ in range(2)]  # type: ignore[attr-defined]
     wait_s = WAIT_S if lets_pass else 0.5
-    with meanwhile(lambda: clients[0].arrive(Arrive([], "in", 2), wait_s)) as passed:
+    with meanwhile(lambda: clients[0].arrive(Arrive([], "in", 2, []), wait_s)) as passed:
         until_key(host, "in")
         if isinstance(request, Arrive):
             assert clients[1].arrive(request, WAIT_S)
@@ -172,7 +172,7 @@ def test_the_simulated_store_counts_as_torchs(name: str) -> None:
     assert passed == [lets_pass]
 
     def one_that_waits() -> Steps[None]:
-        yield Mark("passed", (yield Arrive([], "in", 2)))
+        yield Mark("passed", (yield Arrive([], "in", 2, [])))
 
     def another() -> Steps[None]:
         yield Wait(["in"])

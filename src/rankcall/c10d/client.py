@@ -38,7 +38,7 @@ from rankcall.c10d.own_connections import (
     separate_connection,
     state_of,
 )
-from rankcall.c10d.requests import METHODS, Arrive, MayBlock, Steps, StoreGoneError, Until, Wait
+from rankcall.c10d.requests import METHODS, Arrive, Steps, StoreGoneError, Until, Wait
 
 # The time after its timeout in which a call names the missing or gives up. The public functions
 # promise to end one second after their timeout; the rest is for the caller's own thread to wake.
@@ -280,7 +280,7 @@ def _drive(
         return True, end.value
 
 
-_WAITS = frozenset((Arrive, MayBlock, Wait, Until))
+_WAITS = frozenset((Arrive, Wait, Until))
 _METHODS = {kind: getattr(Connection, name) for kind, name in METHODS.items()}
 
 
@@ -292,8 +292,6 @@ def _blocking(connection: Connection, call: Call, until: float, deadline: float)
             left = max(until - clock.monotonic(), 0.001)
             # None and not _PENDING: the request has taken effect, and must not be made again.
             return connection.arrive(request, left) or None
-        if request.__class__ is MayBlock:
-            return True
         if request.__class__ is Until:
             return _polling(connection, call, until, until >= deadline)(request)
         while not connection.block(request.keys, until - clock.monotonic()):
@@ -315,10 +313,8 @@ def _polling(connection: Connection, call: Call, until: float, is_last: bool = T
     def wait(request: Any) -> Any:
         if request.__class__ is Arrive:
             # To wait in it would print a warning of torch's if the others come later.
-            for key, value in request.appends:
+            for key, value in request.instead:
                 connection.append(key, value)
-            return None
-        if request.__class__ is MayBlock:
             return False
         began, pause = clock.monotonic(), _FIRST_POLL_S
         enough_at = began + request.seconds if request.__class__ is Until else math.inf

@@ -95,8 +95,9 @@ class Arrive(NamedTuple):
     """Append to some keys, count this process in at ``key``, and wait until ``size`` are in.
 
     The answer is True, or None if not all came in the time that the request may take. A client that
-    must not block appends, does not count the process in, and answers None at once. So after None,
-    what was appended tells which processes have come.
+    must not block there does not count the process in, appends ``instead``, and answers False at
+    once: its process asks the store again and again, and so makes requests after all have come. In
+    both cases, what was appended tells which processes have come.
 
     Any other request that names ``key``, also one that reads it, lets all processes pass that wait.
     """
@@ -104,14 +105,7 @@ class Arrive(NamedTuple):
     appends: Sequence[tuple[str, bytes]]
     key: str
     size: int
-
-
-class MayBlock(NamedTuple):
-    """The answer is whether this process may wait at the store, as in ``Arrive``.
-
-    If it may not, it asks the store again and again. So it makes requests after what it waits for
-    has happened. The answer can change to False in the course of a call.
-    """
+    instead: Sequence[tuple[str, bytes]]
 
 
 class Until(NamedTuple):

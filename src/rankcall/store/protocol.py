@@ -24,7 +24,6 @@ from rankcall.c10d.requests import (
     CompareSet,
     Delete,
     ListKeys,
-    MayBlock,
     Read,
     ReadMany,
     Set,
@@ -118,10 +117,13 @@ class Member:
     is_claimed: bool = False
     progress: dict[str, Progress] = field(default_factory=dict)
     removal: list[str] | None = None  # keys that this member has yet to remove
-    line: bytes = field(init=False)  # what this rank adds to a log
+    # What this rank adds to a log: if it waits for one answer, and if it asks again and again.
+    line: bytes = field(init=False)
+    asking_line: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.line = line_of(self.claim.rank)
+        self.asking_line = begins_to_ask(self.claim.rank)
 
     def of_kind(self, kind: str) -> Progress:
         """Return the progress with one kind of call."""
@@ -270,33 +272,37 @@ def _arrive_and_wait(keys: Keys, member: Member, progress: Progress, kind: str) 
     if not member.is_claimed:
         yield from claim_rank(keys, member)
     log = keys.log(kind, number)
-    has_passed: bool | None = None
     # After an exchange, each rank says when it makes no more requests. After a barrier, only a rank
     # that does not just wait for an answer of the store: else each barrier would take longer.
     says_when_done = kind == BARRIER and keys.appends
-    if says_when_done and (progress.has_begun or not keys.counts or not (yield MayBlock())):
-        progress.asks = True
-    line = begins_to_ask(rank) if progress.asks else member.line
-    if progress.has_begun:
-        yield from _arrive_again(keys, progress, log, rank, line)
-    else:
+    asking_line = member.asking_line if says_when_done else member.line
+    if keys.counts and not progress.has_begun:
         progress.has_begun = True
-        arrival = log, line
-        lines = (
-            (arrival,) if progress.frame is None else ((keys.data(number), progress.frame), arrival)
+        data = () if progress.frame is None else ((keys.data(number), progress.frame),)
+        has_passed = yield Arrive(
+            (*data, (log, member.line)),
+            keys.turnstile(kind, number),
+            keys.world_size,
+            instead=(*data, (log, asking_line)),
         )
-        if keys.counts:
-            has_passed = yield Arrive(lines, keys.turnstile(kind, number), keys.world_size)
+        if has_passed:
+            return True
+        progress.asks = says_when_done
+        if has_passed is None and says_when_done:  # it has waited, and asks from now on
+            yield Append(log, asking_line)
+    else:
+        progress.asks = says_when_done
+        if progress.has_begun:
+            yield from _arrive_again(keys, progress, log, rank, asking_line)
         else:
-            for key, value in lines:
-                yield from hand_in(keys, key, rank, value)
+            progress.has_begun = True
+            if progress.frame is not None:
+                yield from hand_in(keys, keys.data(number), rank, progress.frame)
+            yield from hand_in(keys, log, rank, asking_line)
             has_passed = yield from _count_and_wait(keys, kind, number)
-    if has_passed is None:
-        if says_when_done and not progress.asks:
-            progress.asks = True
-            yield Append(log, begins_to_ask(rank))
-        has_passed = yield from _read_until_full(keys, kind, number)
-    return has_passed
+            if has_passed is not None:
+                return bool(has_passed)
+    return (yield from _read_until_full(keys, kind, number))
 
 
 def _arrive_again(keys: Keys, progress: Progress, log: str, rank: int, line: bytes) -> Steps[None]:

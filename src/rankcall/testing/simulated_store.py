@@ -56,7 +56,6 @@ from rankcall.c10d.requests import (
     CompareSet,
     Delete,
     ListKeys,
-    MayBlock,
     Now,
     Read,
     ReadMany,
@@ -81,7 +80,6 @@ __all__ = [
     "ListKeys",
     "LostAnswer",
     "Mark",
-    "MayBlock",
     "Now",
     "Process",
     "Read",
@@ -346,8 +344,6 @@ def _one_step_at_a_time(steps: Steps[Any]) -> Steps[Any]:
                     yield Append(key, value)
                 yield _CountIn(request.key)
                 answer = yield Counted(request.key, request.size)
-            elif isinstance(request, MayBlock):
-                answer = True
             else:
                 answer = yield request
         except _RAISED as raised:
