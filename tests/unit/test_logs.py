@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 
 from rankcall.analysis.logs import diagnose_logs
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli import main
 from rankcall.errors import CorruptRunError, RankcallError
@@ -117,7 +118,11 @@ def test_a_partial_log_names_both_sides(tmp_path: Path) -> None:
     calls = {1: Call(9), 2: Call(9), 4: Call(9, "BROADCAST")}
     finding = verdict(tmp_path, log_of(NEWEST, calls)).findings[0]
     assert (finding.kind, finding.ranks, finding.confidence) == ("desync", (1, 2, 4), "possible")
-    assert "rank 4 in broadcast of 1,024 elements; ranks 1-2 in all_reduce" in finding.summary
+    assert [(fact.relation, fact.ranks, fact.call) for fact in finding.facts] == [
+        (Relation.TIMED_OUT_IN, Ranks((4,)), CallFact("broadcast", 9, "0")),
+        (Relation.TIMED_OUT_IN, Ranks((1, 2)), CallFact("all_reduce", 9, "0")),
+    ]
+    assert all(fact.value("sizes") == "1024" for fact in finding.facts)
 
 
 def test_groups_of_one_name_are_not_compared(tmp_path: Path) -> None:
@@ -136,7 +141,7 @@ def test_a_rank_that_is_behind_may_wait_in_another_group(tmp_path: Path) -> None
     lines += log_of(NEWEST, {3: Call(7)}, name="5", desc="dp", members=(2, 3))
     finding = verdict(tmp_path, lines).findings[0]
     assert (finding.kind, finding.ranks) == ("undecided", ())
-    assert "Rank 2 had not come to #51" in finding.summary
+    assert Fact(Relation.MAY_BE_BEHIND, Ranks((2,)), CallFact("", 51, "0")) in finding.facts
 
 
 def test_the_state_of_a_healthy_group_says_nothing(tmp_path: Path) -> None:
@@ -247,8 +252,16 @@ Root Cause (first observed failure):
 def test_the_exit_code_that_torchrun_reports(tmp_path: Path, code: int, expected: str) -> None:
     """A signal that no failure of another rank sends is a reason to name the rank; others not."""
     text = SUMMARY.format(rank=5, code=code, name="", traceback="Signal")
-    (kind, ranks) = cause(verdict(tmp_path, text.splitlines()))
-    assert (kind, ranks) == (expected, (5,) if expected == "dead" else ())
+    diagnosis = verdict(tmp_path, text.splitlines())
+    assert cause(diagnosis) == (expected, (5,) if expected == "dead" else ())
+    (fact,) = [fact for fact in diagnosis.findings[0].facts if fact.ranks is not None]
+    assert fact.ranks is not None
+    assert fact.ranks.numbers == (5,)
+    if expected == "dead":
+        assert (fact.relation, fact.ranks.hosts) == (Relation.ENDED_BY_SIGNAL, ("worker-5",))
+        assert fact.value("time") == "2025-05-21 15:43:03"
+    else:
+        assert fact.relation is Relation.FAILED_FIRST
 
 
 def test_a_victim_that_crashes_is_no_cause(tmp_path: Path) -> None:
@@ -440,7 +453,7 @@ def test_a_log_without_trouble(tmp_path: Path) -> None:
     diagnosis = verdict(tmp_path, [f"step {step} loss 0.1" for step in range(1000)])
     (finding,) = diagnosis.findings
     assert (finding.kind, finding.ranks, finding.is_fault) == ("nothing_found", (), False)
-    assert "1,000 lines" in finding.summary
+    assert finding.facts == (Fact(Relation.NO_FAILURE_SEEN, number=1000, unit="lines"),)
 
 
 def test_a_log_with_no_end_of_messages_is_cut(

@@ -474,8 +474,9 @@ def test_a_line_of_evidence(facts: tuple[Fact, Fact], single: str, several: str 
 
 
 def test_every_relation_is_rendered_here_and_explained_to_users() -> None:
-    """A relation without an example in this file, or without a row in the docs, is noticed."""
-    source = Path(__file__).read_text(encoding="utf-8")
+    """A relation without an example, here or for logs, or without a row in the docs, is noticed."""
+    files = Path(__file__), Path(__file__).with_name("test_log_sentences.py")
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
     assert [name for name in R.__members__ if f"R.{name}" not in source] == []
     documented = re.findall(r"^\| `(\w+)` \|", PAGE[PAGE.index("what is true") :], re.MULTILINE)
     assert [relation.value for relation in R if relation.value not in documented] == []

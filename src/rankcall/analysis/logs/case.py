@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rankcall.analysis.verdicts.facts import Fact
+from rankcall.analysis.verdicts.facts import Ranks as Subject
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.log_sentences import summary_from_log
 from rankcall.analysis.verdicts.wording import count_of
 from rankcall.imports.logs.facts import IssuedAt, Killed, Progress, Timeout, Trouble
 from rankcall.imports.logs.job import LogFacts
@@ -132,7 +135,7 @@ class Case:
         kind: str,
         ranks: tuple[int, ...],
         victims: tuple[int, ...],
-        summary: str,
+        said: Sequence[Fact],
         lines: Iterable[Line],
         advice: str,
         confidence: str,
@@ -143,7 +146,7 @@ class Case:
         op: str = "",
         since: float = 0.0,
     ) -> Finding:
-        """Return a finding that quotes the lines it rests on."""
+        """Return a finding that states some facts, and quotes the lines that they rest on."""
         quoted = list({(line.writer.file, line.number): line for line in lines}.values())
         shown = [self.all.quote(line) for line in quoted[:_SHOWN]]
         if len(quoted) > _SHOWN:
@@ -159,10 +162,11 @@ class Case:
             self.site(victims),
             min(since, 1e9),
             confidence,
-            summary,
+            summary_from_log(said),
             tuple(shown),
             advice,
             is_fault=kind != NOTHING,
+            facts=tuple(said),
         )
 
 
@@ -173,6 +177,11 @@ def minority(sides: Sequence[set[int]]) -> tuple[int, ...]:
     if 2 * len(largest) <= len(everybody):
         return ()
     return tuple(sorted(everybody - largest))
+
+
+def subject(ranks: Iterable[int], hosts: Sequence[str] = ()) -> Subject:
+    """Return ranks as the subject of a fact."""
+    return Subject(tuple(sorted(set(ranks))), tuple(hosts))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rankcall.analysis.logs.case import SAME, Case, Ranks, minority, ranks_text
+from rankcall.analysis.logs.case import SAME, Case, Ranks, minority, ranks_text, subject
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.wording import begin_sentence, count_of, duration
 from rankcall.imports.logs.facts import (
     BarrierFailed,
     BarrierReached,
@@ -52,8 +52,8 @@ def mismatch(case: Case) -> list[Finding]:
     named = minority(list(sides.values())) if known else ()
     ops = {call.op for call in calls.values()}
     kind = "desync" if len(ops) > 1 or len({call.seq for call in calls.values()}) > 1 else ""
-    texts = [
-        f"{ranks_text(side)} called {_call_text(calls[min(side)])}{_at(case.site(side))}"
+    called = [
+        _called(case, side, calls[min(side)])
         for side in sorted(sides.values(), key=lambda side: (len(side), min(side)))
     ]
     call = calls[min(calls)]
@@ -62,7 +62,7 @@ def mismatch(case: Case) -> list[Finding]:
             kind or "mismatch",
             named,
             tuple(sorted(set(calls) - set(named))) if named else (),
-            begin_sentence("; ".join(texts[:4])) + ".",
+            called,
             [report.line for report in reports],
             SAME,
             ranks.confidence(calls),
@@ -89,8 +89,14 @@ def models(case: Case) -> list[Finding]:
             "mismatch",
             named,
             tuple(sorted((differing | others) - set(named))) if named else (),
-            f"The ranks wrap different models: rank {first.rank} has {first.what}, and rank "
-            f"{first.other} has not.",
+            [
+                Fact(
+                    Relation.MODELS_DIFFER,
+                    subject([first.rank]),
+                    others=subject([first.other]),
+                    values=(("has", first.what),),
+                )
+            ],
             [report.line for report in reports],
             "Build the same model on all ranks: compare what depends on the rank, on the number of "
             "devices or on a checkpoint before DDP wraps it.",
@@ -99,15 +105,18 @@ def models(case: Case) -> list[Finding]:
     ]
 
 
-def _call_text(call: Fingerprint) -> str:
-    parts = [call.op or "another op", call.shape and f"of shape {call.shape}", call.dtype.lower()]
-    if call.seq >= 0:
-        parts.append(f"as #{call.seq}")
-    return " ".join(part for part in parts if part)
-
-
-def _at(site: str) -> str:
-    return f" at {site}" if site else ""
+def _called(case: Case, side: set[int], call: Fingerprint) -> Fact:
+    values = {
+        "seq": str(call.seq) if call.seq >= 0 else "",
+        "shape": call.shape,
+        "dtype": call.dtype.lower(),
+    }
+    return Fact(
+        Relation.CALLED,
+        subject(side),
+        CallFact(call.op, line=case.site(side)),
+        values=tuple((name, value) for name, value in values.items() if value),
+    )
 
 
 def absent(case: Case) -> list[Finding]:
@@ -127,15 +136,22 @@ def _monitored_barrier(case: Case) -> list[Finding]:
         return []
     waited = max(report.seconds for report in reports)
     others = came | {report.rank for report in reports}
-    where = _at(case.site(others))
-    text = f"{begin_sentence(ranks_text(missing))} did not come to a monitored barrier{where}"
+    line = case.site(others)
     return [
         case.finding(
             "missing",
             tuple(missing),
             tuple(sorted(others)),
-            f"{text} within {duration(waited)}; TORCH_DISTRIBUTED_DEBUG=DETAIL makes one "
-            "before each collective.",
+            [
+                Fact(
+                    Relation.NOT_AT_BARRIER,
+                    subject(missing),
+                    others=subject(others),
+                    values=(("line", line),) if line else (),
+                    number=waited,
+                    unit="s",
+                )
+            ],
             [report.line for report in reports],
             f"Look at what {ranks_text(missing)} did then: its own log, and the line that "
             "the others wait in.",
@@ -160,8 +176,14 @@ def _store_barrier(case: Case) -> list[Finding]:
                 "missing",
                 tuple(missing),
                 tuple(sorted(came)),
-                f"{begin_sentence(ranks_text(missing))} did not come while a process group "
-                f"was made: {joined} of {count_of(size, 'rank')} did.",
+                [
+                    Fact(
+                        Relation.NOT_AT_SETUP,
+                        subject(missing),
+                        others=subject(came),
+                        values=(("joined", str(joined)), ("world_size", str(size))),
+                    )
+                ],
                 [report.line for report in reports],
                 f"Look at the log of {ranks_text(missing)}: it did not start, or it failed before.",
                 "likely",
@@ -182,8 +204,7 @@ def lagging(case: Case) -> list[Finding]:
             "missing",
             tuple(missing),
             tuple(sorted(case.waited - missing - {-1})),
-            f"{begin_sentence(ranks_text(missing))} had not come to the collective that the "
-            "others timed out in, says TORCH_NCCL_DESYNC_DEBUG.",
+            [Fact(Relation.REPORTED_MISSING, subject(missing))],
             [report.line for report in reports],
             f"Look at what {ranks_text(missing)} did then.",
             "likely",
@@ -255,9 +276,15 @@ def behind(case: Case) -> list[Finding]:
             "missing",
             late.ranks,
             tuple(sorted(late.waiting)),
-            f"{begin_sentence(ranks_text(late.ranks))} had not come to {op or 'the collective'} "
-            f"#{late.seq} of group {_group_text(group)}, which {ranks_text(late.waiting)} timed "
-            f"out in: {_issued(max(state.enqueued for state in own))}.",
+            [
+                Fact(
+                    Relation.BEHIND,
+                    subject(late.ranks),
+                    _call_in(group, late.seq, op),
+                    subject(late.waiting),
+                    number=max(state.enqueued for state in own),
+                )
+            ],
             [
                 *(state.line for state in own),
                 *(timeout.line for timeout in timeouts[:2]),
@@ -272,10 +299,6 @@ def behind(case: Case) -> list[Finding]:
             since=case.longest(),
         )
     ]
-
-
-def _issued(seq: int) -> str:
-    return f"the last one issued there was #{seq}" if seq > 0 else "none had been issued there"
 
 
 def different(case: Case) -> list[Finding]:
@@ -298,7 +321,7 @@ def _differing(
     case: Case, name: str, state: Progress, seq: int, calls: dict[int, Timeout]
 ) -> Finding | None:
     ops = {call.op for call in calls.values()}
-    sides: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    sides: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
     for rank, call in calls.items():
         sides[call.op, call.sizes if call.op in _SIZED else ()].add(rank)
     if len(sides) < 2:
@@ -307,16 +330,17 @@ def _differing(
     # both are named. Of two equal sides, neither is.
     known = set(range(max({*calls, *case.seen()}) + 1)) <= set(calls)
     named = minority(list(sides.values())) if known else tuple(sorted(calls))
-    texts = [
-        f"{ranks_text(ranks)} in {key[0]}" + (f" of {_sizes_text(key[1])}" if key[1] else "")
-        for key, ranks in sorted(sides.items(), key=lambda item: (len(item[1]), min(item[1])))
+    timed_out = [
+        _timed_out(ranks, _call_in(state.group, seq, op), sizes)
+        for (op, sizes), ranks in sorted(
+            sides.items(), key=lambda item: (len(item[1]), min(item[1]))
+        )
     ]
     return case.finding(
         "desync" if len(ops) > 1 else "mismatch",
         named,
         tuple(sorted(set(calls) - set(named))) if named else (),
-        f"The ranks timed out in different calls, all of which are #{seq} of group "
-        f"{_group_text(state.group)}: {'; '.join(texts[:4])}.",
+        timed_out,
         [call.line for call in calls.values()],
         SAME,
         "likely" if known else "possible",
@@ -343,11 +367,12 @@ def _groups(case: Case) -> dict[str, list[Progress]]:
     return states_of
 
 
-def _sizes_text(sizes: object) -> str:
-    numbers = sizes if isinstance(sizes, tuple) else ()
-    return " and ".join(f"{size:,}" for size in dict.fromkeys(numbers)) + " elements"
+def _timed_out(ranks: set[int], call: CallFact, sizes: Sequence[int]) -> Fact:
+    elements = " ".join(str(size) for size in dict.fromkeys(sizes))
+    values = (("sizes", elements),) if elements else ()
+    return Fact(Relation.TIMED_OUT_IN, subject(ranks), call, values=values)
 
 
-def _group_text(group: GroupName) -> str:
-    described = group.description not in ("", "default_pg")
-    return f"{group.name} ({group.description})" if described else group.name
+def _call_in(group: GroupName, seq: int, op: str) -> CallFact:
+    description = "" if group.description == "default_pg" else group.description
+    return CallFact(op, seq, group.name, description)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rankcall.analysis.logs.advice import advice_for
-from rankcall.analysis.logs.case import Case, ranks_text
+from rankcall.analysis.logs.case import Case, ranks_text, subject
+from rankcall.analysis.verdicts.facts import Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.wording import begin_sentence
 from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
 from rankcall.imports.logs.facts import DeviceFault, Fatal, LauncherExit
 from rankcall.imports.logs.prefixes import Line
@@ -62,25 +62,20 @@ def _dead_by_signal(case: Case, failures: Sequence[Failure]) -> Finding:
     ranks = {failure.rank for failure in failures}
     hosts = tuple(dict.fromkeys(failure.host for failure in failures))
     when = failures[0].time.replace("_", " ")
-    if len(ranks) == 1:
-        summary = (
-            f"Rank {failures[0].rank} was ended by {name} at {when}, before any other rank failed "
-            "on its node."
-        )
-        next_step = f"Find out what ended process {failures[0].pid}."
-    else:
-        summary = (
-            f"{begin_sentence(ranks_text(ranks))} were ended by {name} in the same second, {when}. "
-            "The log does not show which was first."
-        )
-        next_step = "Find out what ended these processes."
+    ended = "these processes" if len(ranks) > 1 else f"process {failures[0].pid}"
     return case.finding(
         "dead",
         tuple(ranks),
         case.victims(ranks),
-        summary,
+        [
+            Fact(
+                Relation.ENDED_BY_SIGNAL,
+                subject(ranks, hosts),
+                values=(("signal", name), ("time", when)),
+            )
+        ],
         [*(failure.line for failure in failures), *case.trouble()],
-        " ".join(filter(None, [next_step, advice_for(name, hosts)])),
+        " ".join(filter(None, [f"Find out what ended {ended}.", advice_for(name, hosts)])),
         "likely",
         hosts=hosts,
     )
@@ -117,13 +112,12 @@ def _by_device(case: Case) -> list[Finding]:
     ranks = {fault.rank for fault in first}
     hosts = tuple(dict.fromkeys(fault.host for fault in first if fault.host))
     what = first[0].what[:200]
-    be = "its" if len(ranks) == 1 else "their"
     return [
         case.finding(
             "dead",
             tuple(ranks),
             case.victims(ranks),
-            f"{begin_sentence(ranks_text(ranks))} failed with {be} own error: {what}",
+            [Fact(Relation.OWN_ERROR, subject(ranks, hosts), values=(("error", what),))],
             [*(fault.line for fault in first), *case.trouble()],
             advice_for(what, hosts)
             or f"Look at the log of {ranks_text(ranks)}, and at that node's device and memory.",
@@ -166,13 +160,12 @@ def _by_launcher(case: Case) -> list[Finding]:
         return []
     ranks = {rank for ending in exits for rank in ending.tasks}
     name = OWN_SIGNALS[exits[0].signal]
-    be = "was" if len(ranks) == 1 else "were"
     return [
         case.finding(
             "dead",
             tuple(ranks),
             case.victims(ranks),
-            f"{begin_sentence(ranks_text(ranks))} {be} ended by {name}, says the launcher.",
+            [Fact(Relation.ENDED_BY_SIGNAL, subject(ranks), values=(("signal", name),))],
             [*(ending.line for ending in exits), *case.trouble()],
             "Find out what ended that process: look for oom-kill in dmesg on its node, and for "
             "a core dump.",
@@ -193,17 +186,16 @@ def _raised(case: Case) -> list[Finding]:
         return []  # nothing tells which of them was first
     alike = {rank for rank, exception in own.items() if exception.kind == own[first].kind}
     raised = own[first]
-    where = f" at {raised.site}" if raised.site else ""
+    line = (("line", raised.site),) if raised.site else ()
     message = f": {raised.message[:200]}" if raised.message else ""
-    they = "its" if len(alike) == 1 else "their"
+    error = f"{raised.kind.rpartition('.')[2]}{message}"
     more = advice_for(f"{raised.kind} {raised.message}", ())
     return [
         case.finding(
             "dead",
             tuple(alike),
             case.victims(alike),
-            f"{begin_sentence(ranks_text(alike))} failed with {they} own exception{where}: "
-            f"{raised.kind.rpartition('.')[2]}{message}",
+            [Fact(Relation.OWN_EXCEPTION, subject(alike), values=(("error", error), *line))],
             [*(own[rank].line for rank in sorted(alike)[:3]), *case.trouble()],
             " ".join(filter(None, [f"Look at the traceback of rank {first}.", more])),
             "likely" if len(alike) == 1 else "possible",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rankcall.analysis.logs.advice import advice_for
-from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, ranks_text
+from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, subject
 from rankcall.analysis.logs.comparing import late_ranks
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.wording import begin_sentence, count_of
 from rankcall.imports.logs.blame import OWN_SIGNALS
 from rankcall.imports.logs.facts import (
     Aborting,
@@ -63,7 +63,7 @@ def undecided(case: Case) -> Finding:
             NOTHING,
             (),
             (),
-            f"No line that rankcall knows reports a failure; it read {count_of(count, 'line')}.",
+            [Fact(Relation.NO_FAILURE_SEEN, number=count, unit="lines")],
             [],
             f"{_ALL_LOGS} {_RECORD}",
             "possible",
@@ -74,7 +74,7 @@ def undecided(case: Case) -> Finding:
         UNDECIDED,
         (),
         case.victims(set()),
-        f"The log does not say which rank is at fault.{_known(case)}",
+        [Fact(Relation.RANK_NOT_SAID), *_known(case)],
         lines,
         " ".join(filter(None, [_advice(case), *_next_time(case)])),
         "possible",
@@ -100,47 +100,60 @@ def _evidence(case: Case) -> list[Line]:
     return lines + [failure.line for failure in case.all.failures]
 
 
-def _known(case: Case) -> str:
-    """Say what is known of the ranks, without a conclusion."""
-    texts = [*_causes(case)]
-    waited = sorted(case.waited - {-1})
+def _known(case: Case) -> list[Fact]:
+    """Return what is known of the ranks, without a conclusion."""
+    facts = _causes(case)
+    waited = case.waited - {-1}
     if waited:
-        texts.append(f"{begin_sentence(ranks_text(waited))} timed out, and waited for others")
+        facts.append(Fact(Relation.TIMED_OUT, subject(waited)))
     late = late_ranks(case)
     if late is not None:
-        texts.append(
-            f"{begin_sentence(ranks_text(late.ranks))} had not come to #{late.seq} of group "
-            f"{late.states[0].group.name}, but may have waited in another group"
-        )
-    first = sorted(case.first())
+        call = CallFact("", late.seq, late.states[0].group.name)
+        facts.append(Fact(Relation.MAY_BE_BEHIND, subject(late.ranks), call))
+    first = case.first()
     if first:
-        texts.append(
-            f"The first failure that torchrun saw is that of {ranks_text(first)}, and that can "
-            "be a rank that waited for another one"
-        )
-    return "".join(f" {text}." for text in texts)
+        facts.append(Fact(Relation.FAILED_FIRST, subject(first)))
+    return facts
 
 
-def _causes(case: Case) -> list[str]:
-    """Say what is known of a cause whose rank is not: from outside, or of a process by its pid."""
-    texts = []
-    outside = case.facts(Outside)
-    if outside:
-        what = outside[0].what[:160].rstrip(".")
-        texts.append(f"Something outside the ranks ended the job: {what}")
+def _causes(case: Case) -> list[Fact]:
+    """Return what is known of a cause without a rank: from outside, or a process with its pid."""
+    facts = []
+    for outside in case.facts(Outside)[:1]:
+        what = outside.what[:160].rstrip(".")
+        facts.append(_fact(Relation.ENDED_FROM_OUTSIDE, what=what))
     for what, line, host, pid in _own_faults(case)[:1]:
-        process = f"process {pid}" if pid >= 0 else "a process"
-        where = f" on {host or line.writer.host}" if host or line.writer.host else ""
-        texts.append(f"{begin_sentence(process)}{where} failed with {what[:160].rstrip('.')}")
+        facts.append(
+            _fact(
+                Relation.PROCESS_FAILED,
+                error=what[:160].rstrip("."),
+                pid=str(pid) if pid >= 0 else "",
+                host=host or line.writer.host,
+            )
+        )
     for spawned in case.facts(SpawnedExit)[:1]:
-        how = f"ended by {OWN_SIGNALS[spawned.signal]}" if spawned.signal > 0 else "failed"
-        texts.append(f"Process {spawned.process} of those that torch.multiprocessing started {how}")
+        facts.append(
+            _fact(
+                Relation.SPAWNED_ENDED,
+                process=str(spawned.process),
+                signal=OWN_SIGNALS[spawned.signal] if spawned.signal > 0 else "",
+            )
+        )
     for ending in case.facts(WorkerExit)[:1]:
-        worker = f"local rank {ending.local_rank}" if ending.local_rank >= 0 else "a worker"
-        host = ending.line.writer.host
-        where = f" on {host}" if host else ""
-        texts.append(f"{begin_sentence(worker)}{where} ended with code {ending.code}")
-    return texts
+        facts.append(
+            _fact(
+                Relation.WORKER_ENDED,
+                local_rank=str(ending.local_rank) if ending.local_rank >= 0 else "",
+                host=ending.line.writer.host,
+                code=str(ending.code),
+            )
+        )
+    return facts
+
+
+def _fact(relation: Relation, **values: str) -> Fact:
+    """Return a fact about a process whose rank is not known, with the values that are."""
+    return Fact(relation, values=tuple((name, value) for name, value in values.items() if value))
 
 
 def _own_faults(case: Case) -> list[tuple[str, Line, str, int]]:

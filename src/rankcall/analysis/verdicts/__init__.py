@@ -13,6 +13,7 @@
     kind                             the base class of all kinds, and two families of them
     facts finding                    what a finding states
     sentences evidence_lines naming  its words: all sentences are there
+    log_sentences                    those of findings from logs
     verdict diagnosis                all findings about a job; and with the snapshot behind them
     encoding decoding                a verdict as JSON, and back
     kept over hindsight              what the job's own watcher said, whether that hang is over, and

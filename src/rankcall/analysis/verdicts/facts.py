@@ -1,4 +1,4 @@
-"""What a finding states: facts in a closed vocabulary, from which ``sentences`` writes every word.
+"""What a finding states: facts in a closed vocabulary, of which ``sentences`` makes its sentences.
 
 A fact has a subject (ranks), a relation, and an object: a call, other ranks, or named values; and a
 number with its unit if it states one. Kinds of verdict choose facts, and write no text. Tests
@@ -103,6 +103,29 @@ class Relation(str, Enum):
     NOT_KNOWN = "not_known"  # nothing is known of the ranks. values: why
     OVERWRITTEN = "overwritten"  # so many records of the rank are gone, and all of this group
 
+    # What logs say. Their ranks have seldom a host, and their times are those in the text.
+    # A launcher wrote so. values: signal, time (torchrun has it: no rank of the node ended before)
+    ENDED_BY_SIGNAL = "ended_by_signal"
+    OWN_ERROR = "own_error"  # its device or process failed, by its own words. values: error
+    OWN_EXCEPTION = "own_exception"  # an exception that follows from no other rank. values: error
+    CALLED = "called"  # the DETAIL mode of torch wrote so. values: seq, shape, dtype
+    MODELS_DIFFER = "models_differ"  # DDP compared them. values: has, which others have not
+    NOT_AT_BARRIER = "not_at_barrier"  # a monitored barrier missed them so long. values: line
+    NOT_AT_SETUP = "not_at_setup"  # nor while a group was made. values: joined, world_size
+    REPORTED_MISSING = "reported_missing"  # by TORCH_NCCL_DESYNC_DEBUG
+    # Its last call in the group, which number gives, is before the one that others timed out in.
+    BEHIND = "behind"
+    MAY_BE_BEHIND = "may_be_behind"  # the same, and it may have waited in another group
+    TIMED_OUT_IN = "timed_out_in"  # its watchdog wrote so. values: sizes
+    TIMED_OUT = "timed_out"  # the ranks waited for others
+    RANK_NOT_SAID = "rank_not_said"  # there was a failure, and no line says which rank is at fault
+    ENDED_FROM_OUTSIDE = "ended_from_outside"  # something that is no rank did. values: what
+    PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
+    SPAWNED_ENDED = "spawned_ended"  # of torch.multiprocessing. values: process, signal
+    WORKER_ENDED = "worker_ended"  # by the launcher of a node. values: local_rank, host, code
+    FAILED_FIRST = "failed_first"  # of the ranks that torchrun saw, which can follow from another
+    NO_FAILURE_SEEN = "no_failure_seen"  # in so many lines
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -141,7 +164,7 @@ class Fact:
     others: Ranks | None = None
     values: tuple[tuple[str, str], ...] = ()  # by name, each name once
     number: float | None = None
-    unit: str = ""  # s, %, calls, records
+    unit: str = ""  # s, %, calls, records, transfers, lines
     confidence: str = "certain"
 
     def value(self, name: str) -> str:

@@ -34,9 +34,11 @@ class Finding:
     ``hosts`` are the culprits'. ``group``, ``seq``, ``op`` and ``call_site`` are those of the call
     that the victims are in (empty, or 0, without one). ``user_line`` is the user's own line, if the
     call site is a framework's, and ``since_s`` is the time that they have
-    been in it. ``summary`` and ``evidence`` are ``facts`` in words (``sentences``). A finding that
-    comes from a log, or from an earlier version of rankcall, has words without facts. ``stops``,
-    ``is_fault`` and ``predicate`` are for reports only, and not part of the JSON.
+    been in it. ``summary`` and ``evidence`` are ``facts`` in words (``sentences``,
+    ``log_sentences``); the evidence from a log is quoted. They are written when the finding is
+    made, and travel with it: what is read from a store or a file may have been written by another
+    version of rankcall, whose facts have no template here. ``stops``, ``is_fault`` and
+    ``predicate`` are for reports only, and not part of the JSON.
     """
 
     kind: str

@@ -1,0 +1,204 @@
+"""The sentences of verdicts from logs: one template for each relation that only logs can state.
+
+A log tells of the past, so there is one tense. Its evidence is quoted and has no templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rankcall.analysis.verdicts.facts import Fact, Relation
+from rankcall.analysis.verdicts.naming import (
+    call_in,
+    name_group,
+    name_of,
+    name_ranks,
+    others_of,
+    time_of,
+    who,
+)
+from rankcall.analysis.verdicts.wording import begin_sentence, count_of, duration
+
+_SIDES = 4  # that a sentence names; more would be a table
+
+
+def _is_one(fact: Fact) -> bool:
+    return len(who(fact).numbers) == 1
+
+
+def _at(line: str) -> str:
+    return f" at {line}" if line else ""
+
+
+def _ended_by_signal(fact: Fact) -> str:
+    when, be = fact.value("time"), "was" if _is_one(fact) else "were"
+    text = f"{name_of(fact)} {be} ended by {fact.value('signal')}"
+    if not when:
+        return f"{text}, says the launcher."
+    if _is_one(fact):
+        return f"{text} at {when}, before any other rank failed on its node."
+    return f"{text} in the same second, {when}. The log does not show which was first."
+
+
+def _own_error(fact: Fact) -> str:
+    its = "its" if _is_one(fact) else "their"
+    return f"{name_of(fact)} failed with {its} own error: {fact.value('error')}"
+
+
+def _own_exception(fact: Fact) -> str:
+    its = "its" if _is_one(fact) else "their"
+    where = _at(fact.value("line"))
+    return f"{name_of(fact)} failed with {its} own exception{where}: {fact.value('error')}"
+
+
+def _called(facts: Sequence[Fact]) -> str:
+    return begin_sentence("; ".join(_side_called(fact) for fact in facts[:_SIDES])) + "."
+
+
+def _side_called(fact: Fact) -> str:
+    call, shape, seq = call_in(fact), fact.value("shape"), fact.value("seq")
+    parts = (
+        call.op or "another op",
+        f"of shape {shape}" if shape else "",
+        fact.value("dtype"),
+        f"as #{seq}" if seq else "",
+    )
+    what = " ".join(part for part in parts if part)
+    return f"{name_ranks(who(fact))} called {what}{_at(call.line)}"
+
+
+def _models_differ(fact: Fact) -> str:
+    return (
+        f"The ranks wrap different models: {name_ranks(who(fact))} has {fact.value('has')}, and "
+        f"{name_ranks(others_of(fact))} has not."
+    )
+
+
+def _not_at_barrier(fact: Fact) -> str:
+    return (
+        f"{name_of(fact)} did not come to a monitored barrier{_at(fact.value('line'))} within "
+        f"{duration(time_of(fact))}; TORCH_DISTRIBUTED_DEBUG=DETAIL makes one before each "
+        "collective."
+    )
+
+
+def _not_at_setup(fact: Fact) -> str:
+    joined, size = (int(fact.value(name)) for name in ("joined", "world_size"))
+    return (
+        f"{name_of(fact)} did not come while a process group was made: {joined:,} of "
+        f"{count_of(size, 'rank')} did."
+    )
+
+
+def _reported_missing(fact: Fact) -> str:
+    return (
+        f"{name_of(fact)} had not come to the collective that the others timed out in, says "
+        "TORCH_NCCL_DESYNC_DEBUG."
+    )
+
+
+def _behind(fact: Fact) -> str:
+    call, last = call_in(fact), int(time_of(fact))
+    issued = f"the last one issued there was #{last}" if last > 0 else "none had been issued there"
+    return (
+        f"{name_of(fact)} had not come to {call.op or 'the collective'} #{call.seq} of group "
+        f"{name_group(call.group, call.description)}, which {name_ranks(others_of(fact))} timed "
+        f"out in: {issued}."
+    )
+
+
+def _may_be_behind(fact: Fact) -> str:
+    call = call_in(fact)
+    return (
+        f"{name_of(fact)} had not come to #{call.seq} of group {call.group}, but may have waited "
+        "in another group."
+    )
+
+
+def _timed_out_in(facts: Sequence[Fact]) -> str:
+    call = call_in(facts[0])
+    return (
+        f"The ranks timed out in different calls, all of which are #{call.seq} of group "
+        f"{name_group(call.group, call.description)}: "
+        f"{'; '.join(_side_timed_out(fact) for fact in facts[:_SIDES])}."
+    )
+
+
+def _side_timed_out(fact: Fact) -> str:
+    sizes = [f"{int(size):,}" for size in fact.value("sizes").split()]
+    of = f" of {' and '.join(sizes)} elements" if sizes else ""
+    return f"{name_ranks(who(fact))} in {call_in(fact).op}{of}"
+
+
+def _not_said(facts: Sequence[Fact]) -> str:
+    """Write that no rank can be named, and what is known all the same, without a conclusion."""
+    known = [_KNOWN[fact.relation](fact) for fact in facts[1:]]
+    return " ".join(["The log does not say which rank is at fault.", *known])
+
+
+def _ended_from_outside(fact: Fact) -> str:
+    return f"Something outside the ranks ended the job: {fact.value('what')}."
+
+
+def _process_failed(fact: Fact) -> str:
+    pid, host = fact.value("pid"), fact.value("host")
+    process = f"Process {pid}" if pid else "A process"
+    return f"{process}{f' on {host}' if host else ''} failed with {fact.value('error')}."
+
+
+def _spawned_ended(fact: Fact) -> str:
+    signal = fact.value("signal")
+    how = f"ended by {signal}" if signal else "failed"
+    number = fact.value("process")
+    return f"Process {number} of those that torch.multiprocessing started {how}."
+
+
+def _worker_ended(fact: Fact) -> str:
+    rank, host = fact.value("local_rank"), fact.value("host")
+    worker = f"Local rank {rank}" if rank else "A worker"
+    return f"{worker}{f' on {host}' if host else ''} ended with code {fact.value('code')}."
+
+
+def _failed_first(fact: Fact) -> str:
+    return (
+        f"The first failure that torchrun saw is that of {name_ranks(who(fact))}, and that can be "
+        "a rank that waited for another one."
+    )
+
+
+def _no_failure_seen(fact: Fact) -> str:
+    count = count_of(int(time_of(fact)), "line")
+    return f"No line that rankcall knows reports a failure; it read {count}."
+
+
+_KNOWN: dict[Relation, Callable[[Fact], str]] = {
+    Relation.ENDED_FROM_OUTSIDE: _ended_from_outside,
+    Relation.PROCESS_FAILED: _process_failed,
+    Relation.SPAWNED_ENDED: _spawned_ended,
+    Relation.WORKER_ENDED: _worker_ended,
+    Relation.TIMED_OUT: lambda fact: f"{name_of(fact)} timed out, and waited for others.",
+    Relation.MAY_BE_BEHIND: _may_be_behind,
+    Relation.FAILED_FIRST: _failed_first,
+}
+_ALONE: dict[Relation, Callable[[Fact], str]] = {
+    Relation.ENDED_BY_SIGNAL: _ended_by_signal,
+    Relation.OWN_ERROR: _own_error,
+    Relation.OWN_EXCEPTION: _own_exception,
+    Relation.MODELS_DIFFER: _models_differ,
+    Relation.NOT_AT_BARRIER: _not_at_barrier,
+    Relation.NOT_AT_SETUP: _not_at_setup,
+    Relation.REPORTED_MISSING: _reported_missing,
+    Relation.BEHIND: _behind,
+    Relation.NO_FAILURE_SEEN: _no_failure_seen,
+}
+_TOGETHER: dict[Relation, Callable[[Sequence[Fact]], str]] = {
+    Relation.CALLED: _called,
+    Relation.TIMED_OUT_IN: _timed_out_in,
+    Relation.RANK_NOT_SAID: _not_said,
+}
+
+
+def summary_from_log(facts: Sequence[Fact]) -> str:
+    """Write the sentences that a finding from a log begins with; it has at least one fact."""
+    relation = facts[0].relation
+    return _TOGETHER[relation](facts) if relation in _TOGETHER else _ALONE[relation](facts[0])

@@ -1,0 +1,146 @@
+# ruff: noqa: E501
+# An expected sentence stays on one line, so that it can be searched for as a user reads it.
+"""Each relation that only logs state has one template, which is right for one rank and for many."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rankcall.analysis.verdicts.decoding import facts_from
+from rankcall.analysis.verdicts.encoding import fact_object
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
+from rankcall.analysis.verdicts.log_sentences import summary_from_log
+
+R = Relation
+ONE, MANY = Ranks((2,), ("node-a",)), Ranks((1, 2, 3))
+OTHER, OTHERS = Ranks((0,)), Ranks((4, 5))
+CALL = CallFact("all_reduce", 51, "0", "mesh_dp")
+
+
+def of(relation: Relation, ranks: Ranks | None = None, **values: str) -> Fact:
+    """Return a fact with some values."""
+    return Fact(relation, ranks, values=tuple(values.items()))
+
+
+NOT_SAID = "The log does not say which rank is at fault."
+SENTENCES: list[tuple[list[Fact], str]] = [
+    (
+        [of(R.ENDED_BY_SIGNAL, ONE, signal="SIGKILL", time="2025-05-21 15:43:03")],
+        "Rank 2 (node-a) was ended by SIGKILL at 2025-05-21 15:43:03, before any other rank failed on its node.",
+    ),
+    (
+        [of(R.ENDED_BY_SIGNAL, MANY, signal="SIGKILL", time="15:43:03")],
+        "Ranks 1-3 were ended by SIGKILL in the same second, 15:43:03. The log does not show which was first.",
+    ),
+    (
+        [of(R.ENDED_BY_SIGNAL, ONE, signal="SIGSEGV")],
+        "Rank 2 (node-a) was ended by SIGSEGV, says the launcher.",
+    ),
+    (
+        [of(R.ENDED_BY_SIGNAL, MANY, signal="SIGSEGV")],
+        "Ranks 1-3 were ended by SIGSEGV, says the launcher.",
+    ),
+    (
+        [of(R.OWN_ERROR, ONE, error="Xid 79 {x}")],
+        "Rank 2 (node-a) failed with its own error: Xid 79 {x}",
+    ),
+    ([of(R.OWN_ERROR, MANY, error="Xid 79")], "Ranks 1-3 failed with their own error: Xid 79"),
+    (
+        [of(R.OWN_EXCEPTION, ONE, error="KeyError: 'x'", line="train.py:9")],
+        "Rank 2 (node-a) failed with its own exception at train.py:9: KeyError: 'x'",
+    ),
+    (
+        [of(R.OWN_EXCEPTION, MANY, error="KeyError")],
+        "Ranks 1-3 failed with their own exception: KeyError",
+    ),
+    (
+        [
+            Fact(R.CALLED, OTHER, CallFact("barrier", line="a.py:1"), values=(("seq", "0"),)),
+            Fact(R.CALLED, MANY, CallFact(""), values=(("shape", "[4]"), ("dtype", "float"))),
+        ],
+        "Rank 0 called barrier as #0 at a.py:1; ranks 1-3 called another op of shape [4] float.",
+    ),
+    (
+        [Fact(R.MODELS_DIFFER, ONE, others=OTHER, values=(("has", "12 parameters"),))],
+        "The ranks wrap different models: rank 2 (node-a) has 12 parameters, and rank 0 has not.",
+    ),
+    (
+        [Fact(R.NOT_AT_BARRIER, MANY, values=(("line", "a.py:1"),), number=30)],
+        "Ranks 1-3 did not come to a monitored barrier at a.py:1 within 30 s; TORCH_DISTRIBUTED_DEBUG=DETAIL makes one before each collective.",
+    ),
+    (
+        [of(R.NOT_AT_SETUP, OTHER, joined="1023", world_size="1024")],
+        "Rank 0 did not come while a process group was made: 1,023 of 1,024 ranks did.",
+    ),
+    (
+        [Fact(R.REPORTED_MISSING, OTHER)],
+        "Rank 0 had not come to the collective that the others timed out in, says TORCH_NCCL_DESYNC_DEBUG.",
+    ),
+    (
+        [Fact(R.BEHIND, ONE, CALL, OTHERS, number=50)],
+        "Rank 2 (node-a) had not come to all_reduce #51 of group 0 (mesh_dp), which ranks 4-5 timed out in: the last one issued there was #50.",
+    ),
+    (
+        [Fact(R.BEHIND, MANY, CallFact("", 1, "0"), OTHER, number=0)],
+        "Ranks 1-3 had not come to the collective #1 of group 0, which rank 0 timed out in: none had been issued there.",
+    ),
+    (
+        [
+            Fact(R.TIMED_OUT_IN, OTHER, CallFact("broadcast", 9, "0"), values=(("sizes", "1024"),)),
+            Fact(R.TIMED_OUT_IN, MANY, CallFact("all_gather", 9, "0"), values=(("sizes", "4 8"),)),
+        ],
+        "The ranks timed out in different calls, all of which are #9 of group 0: rank 0 in broadcast of 1,024 elements; ranks 1-3 in all_gather of 4 and 8 elements.",
+    ),
+    (
+        [
+            of(R.RANK_NOT_SAID),
+            of(R.ENDED_FROM_OUTSIDE, what="CANCELLED AT 15:43"),
+            of(R.PROCESS_FAILED, error="out of memory", pid="77", host="node-a"),
+            of(R.SPAWNED_ENDED, process="1", signal="SIGKILL"),
+            of(R.WORKER_ENDED, local_rank="3", host="node-a", code="1"),
+            Fact(R.TIMED_OUT, OTHERS),
+            Fact(R.MAY_BE_BEHIND, OTHER, CallFact("", 51, "0")),
+            Fact(R.FAILED_FIRST, ONE),
+        ],
+        f"{NOT_SAID} Something outside the ranks ended the job: CANCELLED AT 15:43. "
+        "Process 77 on node-a failed with out of memory. "
+        "Process 1 of those that torch.multiprocessing started ended by SIGKILL. "
+        "Local rank 3 on node-a ended with code 1. "
+        "Ranks 4-5 timed out, and waited for others. "
+        "Rank 0 had not come to #51 of group 0, but may have waited in another group. "
+        "The first failure that torchrun saw is that of rank 2 (node-a), and that can be a rank that waited for another one.",
+    ),
+    (
+        [
+            of(R.RANK_NOT_SAID),
+            of(R.PROCESS_FAILED, error="out of memory"),
+            of(R.SPAWNED_ENDED, process="1"),
+            of(R.WORKER_ENDED, code="1"),
+        ],
+        f"{NOT_SAID} A process failed with out of memory. "
+        "Process 1 of those that torch.multiprocessing started failed. "
+        "A worker ended with code 1.",
+    ),
+    (
+        [Fact(R.NO_FAILURE_SEEN, number=1000)],
+        "No line that rankcall knows reports a failure; it read 1,000 lines.",
+    ),
+]
+CASES = [
+    pytest.param(*case, id=f"{n}-{case[0][-1].relation.value}") for n, case in enumerate(SENTENCES)
+]
+
+
+@pytest.mark.parametrize(("facts", "sentence"), CASES)
+def test_a_sentence_from_a_log(facts: list[Fact], sentence: str) -> None:
+    """A sentence agrees with its subject, and leaves out what the log does not have."""
+    assert summary_from_log(facts) == sentence
+
+
+@pytest.mark.parametrize(("facts", "sentence"), CASES)
+def test_facts_from_logs_survive_json(facts: list[Fact], sentence: str) -> None:
+    """Programs that read the JSON get the facts that the judge had."""
+    read = facts_from(json.loads(json.dumps([fact_object(fact) for fact in facts])))
+    assert (list(read), summary_from_log(read)) == (facts, sentence)
