@@ -116,6 +116,13 @@ def test_all_break_together() -> None:
     ] * 3
 
 
+def test_all_break_after_an_uneven_epoch() -> None:
+    """The steps that a rank shadowed count: so all are known to leave at the same step."""
+    results = outcome("all_break_in_the_second_epoch")
+    assert [result["error"] for result in results] == [None] * 3, results
+    assert [result["steps"] for result in results] == [3, 4, 5]
+
+
 def test_break_in_the_tail() -> None:
     """A rank that leaves in the tail shadows the remaining iterations of the others."""
     results = outcome("breaks_in_the_tail")

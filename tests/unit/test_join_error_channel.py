@@ -29,7 +29,7 @@ class TwoRanks:
     """The channel of rank 0, which is at its third batch, and the log as rank 1 sees it."""
 
     def __init__(self) -> None:
-        self.channel = ErrorChannel([0, 1], lambda: 3)
+        self.channel = ErrorChannel([0, 1], lambda: 3, lambda: 3)
         self.channel.start()
         self.log = SharedLog(self.channel._name)
         self._store: Any = dist.distributed_c10d._get_default_store()

@@ -5,7 +5,8 @@
 written for this package work with torch's.
 
 ``block`` is one rank inside an entered ``Join``, ``batches`` what ``join.batches()`` yields,
-``shadow`` answers the collectives of the others, and ``error_channel`` passes failures on.
+``shadow`` answers the collectives of the others, ``error_channel`` passes failures on, and
+``stopping`` knows where all ranks stop.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Join:
         self._weight_tensor = torch.ones((), device=self._joined.members.device)
         self._block: Block | None = None  # of this rank, while or after it is in the block
         self._is_entered = False
+        self._stop_asked = False
 
     @property
     def active(self) -> bool:
@@ -101,6 +103,14 @@ class Join:
         that were looked ahead end with this one. Outside the loop it is False.
         """
         return False if self._block is None else self._block.is_last
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all ranks stopped because one was asked to; see ``stop``.
+
+        After a loop over ``batches()`` that was not left with ``break``, it is equal on all ranks.
+        """
+        return self._block is not None and self._block.stopping.is_stopped
 
     @property
     def weight(self) -> float:
@@ -123,6 +133,8 @@ class Join:
             self._joined, self._policy, self._divide_by, self._weight_tensor, _caller()
         )
         self._is_entered = True
+        if self._stop_asked:  # before the block was made
+            self._block.stopping.ask()
         self._block.enter()
         return self
 
@@ -147,6 +159,21 @@ class Join:
         finally:
             self._is_entered = False
             self._block.close()
+
+    def stop(self) -> None:
+        """Ask all ranks to stop at the same step; a signal handler may call it on any rank.
+
+        It sets a flag and returns. At its next batch this rank requests the stop; all ranks then
+        go on to the newest step that any of them has begun, and their loops over ``batches()``
+        end after it. Later loops of the block yield nothing, and ``stopped`` is true.
+
+        Before a rank has asked, this costs no message. A rank without inputs that shadows the
+        others can ask, too. If all ranks have begun their last step when the request arrives, the
+        loops end as without it, and ``stopped`` becomes true in the next one, if there is one.
+        """
+        self._stop_asked = True
+        if self._block is not None:
+            self._block.stopping.ask()
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rankcall.errors import UnevenInputsError
-from rankcall.join.block import Block, agreed_error
+from rankcall.join.block import Block, StoppedBefore, agreed_error
 from rankcall.ranks import format_ranks
 
 T = TypeVar("T")
@@ -58,14 +58,18 @@ class Batches(Generic[T]):
         if block is None:
             yield from self._loader
             return
+        if not block.begin_iteration():
+            return
         self._begin(block)
-        block.begin_iteration()
-        if block.policy == "replay":
-            yield from self._replay()
-        elif block.policy == "shadow":
-            yield from self._shadow()
-        else:
-            yield from self._until_the_first(block.policy == "raise")
+        try:
+            if block.policy == "replay":
+                yield from self._replay()
+            elif block.policy == "shadow":
+                yield from self._shadow()
+            else:
+                yield from self._until_the_first(block.policy == "raise")
+        except StoppedBefore:
+            pass
         block.end_iteration()
 
     def _begin(self, block: Block) -> None:
@@ -110,6 +114,7 @@ class Batches(Generic[T]):
                     yield self._block.next_batch(self._replayed, active)
                 else:
                     began = time.perf_counter()
+                    self._block.begin_step()
                     yield self._block.next_batch(self._replayed, active, replayed=True)
                     self._block.own.extra_s += time.perf_counter() - began
         self._nothing_left()
@@ -207,6 +212,8 @@ class Batches(Generic[T]):
     def _take(self, count: int) -> Iterator[T]:
         """Take ``count`` batches, which exist according to the window."""
         for _ in range(count):
+            # Before the batch is taken: if the ranks stop here, the loader still has it.
+            self._block.begin_step()
             if self._known:
                 batch = self._next_or_raise(count)
             else:
@@ -227,6 +234,7 @@ class Batches(Generic[T]):
     def _rest(self) -> Iterator[T]:
         """Take the remaining batches; after the first rank has run dry, their number is free."""
         while self._ahead:
+            self._block.begin_step()
             self._taken += 1
             yield self._ahead.popleft()
         if self._capped():
@@ -234,6 +242,7 @@ class Batches(Generic[T]):
         for batch in self._source:
             if self._known and self._taken == self._length:
                 raise self._too_many()
+            self._block.begin_step()  # only now: without a batch, it is no step of this rank
             self._taken += 1
             yield batch
             if self._capped():

@@ -20,6 +20,7 @@ from rankcall.errors import PeerError, UnevenInputsError
 from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.joinables import Joined
 from rankcall.join.rank_group import DETECTED, RankGroup
+from rankcall.join.stopping import Stopping
 from rankcall.run.joins import JoinSummary, RankSummary
 
 T = TypeVar("T")
@@ -69,10 +70,14 @@ class Block:
         self._call_site = call_site
         self._steps = 0
         self._is_iterating = False  # a batches() iteration runs, and no rank should leave it yet
+        self._is_open = False  # a batches() iteration has begun, and its end has not been passed
         self._announces = False  # each iteration is announced, because a rank may have run dry
         self._has_posted = False  # the post hooks have run since the last batch
         covered = self.members.ranks if self.same_data is None else range(dist.get_world_size())
-        self._channel = ErrorChannel(covered, lambda: self._steps)
+        self.stopping = Stopping(
+            lambda: self._channel.request_stop(), lambda: self._channel.agree_on_stop()
+        )
+        self._channel = ErrorChannel(covered, lambda: self._steps, self.stopping.freeze)
 
     def enter(self) -> None:
         """Begin to observe the joinables and to listen for the errors of other ranks."""
@@ -88,15 +93,30 @@ class Block:
 
     # Called by batches().
 
-    def begin_iteration(self) -> None:
-        """Begin an iteration over batches; announce nothing until the first rank has run dry."""
+    def begin_iteration(self) -> bool:
+        """Begin an iteration over batches; announce nothing until the first rank has run dry.
+
+        Returns False if all ranks have stopped: then no iteration begins on any of them.
+        """
         if self._is_iterating:
             self._end_early()
-        self._is_iterating, self._has_posted = True, False
+        if self._is_open:
+            self._pass_end()
+        if self.stopping.is_stopped:
+            return False
+        self._is_iterating = self._is_open = True
+        self._has_posted = False
         self._switch(False)
+        return True
+
+    def begin_step(self) -> None:
+        """Count a step that is about to begin; raise ``StoppedBefore`` if no rank makes it."""
+        if not self.stopping.pass_point():
+            raise StoppedBefore
+        self._steps += 1
 
     def next_batch(self, batch: T, active: int | None = None, replayed: bool = False) -> T:
-        """Count a batch that is about to be yielded; raise if another rank failed or left.
+        """Count the batch of this step; raise if another rank failed or left.
 
         Args:
             batch: The batch.
@@ -106,7 +126,6 @@ class Block:
         Returns:
             ``batch``.
         """
-        self._steps += 1
         self._has_posted = False
         self._channel.check()
         self.own.batches += not replayed
@@ -133,6 +152,12 @@ class Block:
         if self._announces:
             self._settle()
             self._switch(False)
+        self._pass_end()
+
+    def _pass_end(self) -> None:
+        """Pass the end of an iteration, or note there that all ranks have stopped."""
+        self._is_open = False
+        self.stopping.pass_point()
 
     def settings(self) -> list[int]:
         """Return the settings that must be the same on every rank, as numbers."""
@@ -206,6 +231,9 @@ class Block:
             if self.policy == "raise":
                 self.members.add_up(1)
                 raise agreed_error(f"Rank {self.rank} exhausted all inputs.")
+            # Counted as a step, so that all ranks count the same steps, also in the next epoch.
+            self._steps += 1
+            self.stopping.follow()
             self._joined.shadow_iteration()
             rounds += 1
             self.own.shadowed += 1
@@ -222,6 +250,10 @@ class Block:
         self._has_posted = True
         for hook in self._joined.hooks:
             hook.post_hook(is_last_joiner)
+
+
+class StoppedBefore(Exception):
+    """Raised where a step would begin if all ranks have stopped; ``batches()`` ends there."""
 
 
 def agreed_error(message: str) -> UnevenInputsError:

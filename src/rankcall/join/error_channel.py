@@ -41,6 +41,7 @@ _ANSWER_S = 5.0  # for the answers of the other ranks; a rank whose process has 
 _STORE_S = 10.0  # for the answer of the store, which may be on a stopped host
 _POLL_S = 0.005
 _DAY_S = 86_400.0  # a wait for a failure; then the thread waits again: no wait is without an end
+_LOOK_S = 0.5  # how often a rank that waits for a stop looks for failed and ended ranks
 _REPORT_S = 0.5  # for a report to arrive, after connections broke although all ranks are alive
 
 _spent_names: list[str] = []  # of the last block; its keys may be removed
@@ -50,14 +51,18 @@ _joins: dict[tuple[int, ...], int] = {}  # ranks -> number of Joins so far, equa
 class ErrorChannel:
     """Connects the ranks of one ``Join`` from ``start`` to ``close``.
 
-    ``steps`` returns how many batches this rank has begun. All methods run on the training thread,
-    except those in the section of the listening thread.
+    ``steps`` returns how many steps this rank has begun; ``freeze`` is ``Stopping.freeze``. All
+    methods run on the training thread, except those in the section of the listening thread.
     """
 
-    def __init__(self, ranks: Sequence[int], steps: Callable[[], int]) -> None:
+    def __init__(
+        self, ranks: Sequence[int], steps: Callable[[], int], freeze: Callable[[], int]
+    ) -> None:
         self.rank = dist.get_rank()
         self._ranks = list(ranks)
         self._steps = steps
+        self._freeze = freeze
+        self._is_frozen = False
         self._out = threading.Event()  # the training thread has left the block
         self._failure: Entry | None = None
         self._failed = threading.Event()  # a rank has failed
@@ -168,7 +173,7 @@ class ErrorChannel:
             yield from self._append("lost", cause=error)
             silent = yield from self._wait_for_answers(_ANSWER_S)
             if not self._failed.wait(0 if silent else _REPORT_S):
-                return (yield from self._gone(silent, error)) if silent else None
+                return (yield from self._gone(silent, _failed_with(error))) if silent else None
         assert self._failure is not None
         return (yield from self._explained(self._failure))
 
@@ -221,6 +226,53 @@ class ErrorChannel:
         if self._failure is not None:
             raise self._perform(self._explained(self._failure), 2 * _ANSWER_S)
 
+    def request_stop(self) -> None:
+        """Request that all ranks stop at the same point; ``agree_on_stop`` returns it."""
+        if self._thread is not None:
+            self._perform_for_stop(self._append("stop"))
+
+    def agree_on_stop(self) -> int:
+        """Return the last point that ranks pass; wait until all ranks have reported theirs.
+
+        Raises ``PeerError`` or ``UnevenInputsError`` if another rank fails, and ``PeerError`` if
+        one has ended or does not report within torch's default timeout.
+        """
+        if len(self._ranks) < 2:
+            return self._freeze()
+        timeout_s = default_pg_timeout.total_seconds()
+        last = self._perform_for_stop(self._agreed_stop(timeout_s), timeout_s)
+        if last is None:
+            self.check()
+            raise PeerError(f"rank {self.rank} was to stop, but its Join block has ended")
+        return last
+
+    def _perform_for_stop(self, steps: Steps[T], waits_s: float = 0.0) -> T:
+        problem: Exception | None = None
+        if self._thread is not None:
+            try:
+                return self._perform(steps, waits_s)
+            except dist.DistError as error:
+                problem = error
+        raise PeerError(
+            f"rank {self.rank} cannot agree with the other ranks on where to stop: "
+            f"{problem or 'this Join has no connection to the store'}"
+        ) from problem
+
+    def _agreed_stop(self, timeout_s: float) -> Steps[int | None]:
+        """Wait until the ranks agree on where to stop; None if a rank fails meanwhile."""
+        deadline = (yield Now()) + timeout_s
+        while self._failure is None:
+            last = yield from self._log.wait_for_stop(_LOOK_S)
+            if last is not None:
+                return last
+            # Also decides in place of a rank that has ended after all had reported.
+            silent = yield from self._log.decide_stop(self._ranks)
+            is_late = (yield Now()) > deadline
+            if silent and (is_late or (yield from self._ended(silent))):
+                consequence = "the other ranks cannot stop at the same step without it"
+                raise (yield from self._gone(silent, consequence, timeout_s))
+        return None
+
     # On the listening thread.
 
     def _listen(self) -> None:
@@ -247,6 +299,10 @@ class ErrorChannel:
         kind = entry["kind"]
         if kind == "all-left":
             self._settled.set()
+        elif kind == "stop":
+            if not self._is_frozen:
+                yield from self._log.report_passed(self.rank, self._freeze(), self._ranks)
+                self._is_frozen = True
         elif entry["rank"] == self.rank:
             pass
         elif kind == "left":
@@ -338,7 +394,7 @@ class ErrorChannel:
         if entry["kind"] == "lost":
             silent = yield from self._wait_for_answers(_ANSWER_S)
             if silent:
-                return (yield from self._gone(silent, entry["cause"]))
+                return (yield from self._gone(silent, _failed_with(entry["cause"])))
             entry = self._failure or entry  # the cause may have arrived by now
         return self._error_of(entry)
 
@@ -352,8 +408,11 @@ class ErrorChannel:
         text = f"rank {rank} ({host}) failed inside Join: {cause}\n{entry['traceback']}"
         return PeerError(text, rank=rank, host=host, cause=cause, traceback=entry["traceback"])
 
-    def _gone(self, silent: Sequence[int], error: str) -> Steps[PeerError]:
+    def _gone(
+        self, silent: Sequence[int], consequence: str, waited_s: float | None = None
+    ) -> Steps[PeerError]:
         """Return an error that names the ranks that are gone, or else those that do not answer."""
+        waited_s = _ANSWER_S if waited_s is None else waited_s
         gone_ranks = yield from self._ended(silent)
         ranks = gone_ranks or list(silent)
         processes = []
@@ -364,11 +423,10 @@ class ErrorChannel:
         state = (
             "ended without an error report (killed, or out of memory?)"
             if gone_ranks
-            else f"has not answered for {_ANSWER_S:g} s (stopped, or its host is gone?)"
+            else f"has not answered for {waited_s:g} s (stopped, or its host is gone?)"
         )
         return PeerError(
-            f"rank {format_ranks(ranks)}{where} {state}; the collective that needed it failed "
-            f"with: {error}",
+            f"rank {format_ranks(ranks)}{where} {state}; {consequence}",
             rank=ranks[0],
             host=hosts[0] if hosts else "",
             cause="ended without an error report" if gone_ranks else "does not answer",
@@ -379,6 +437,10 @@ class ErrorChannel:
             f"rank {rank} left the loop after {step} batches, rank {self.rank} went on to its "
             f"batch {self._steps()}: all ranks must leave it at the same step, or run it to its end"
         )
+
+
+def _failed_with(error: str) -> str:
+    return f"the collective that needed it failed with: {error}"
 
 
 def _ports(store: Any) -> list[int]:

@@ -9,6 +9,9 @@ makes their requests. Below one prefix for each ``Join``:
    process/<rank>  the process of that rank
    left/<k>        the step and the rank of the first to leave its loop for the kth time
    gone/<k>        how many ranks left their loop at that step
+   passed/<rank>   how many points that rank had passed when it was frozen (``stopping``)
+   reports/0       how many ranks have reported that; a repeated report may count twice
+   stop/0          the last point that ranks pass
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rankcall.c10d.parts import Log, publish_once
-from rankcall.c10d.requests import Add, CompareSet, Delete, Read, ReadMany, Set, Steps, Wait
+from rankcall.c10d.requests import Add, CompareSet, Delete, Read, ReadMany, Set, Steps, Until, Wait
 from rankcall.process import Process
 
 Entry = dict[str, Any]
@@ -88,9 +91,29 @@ class SharedLog:
         """Count a rank that left at the same step as the first; return how many have."""
         return int((yield Add(self._key("gone", leave_number), 1)))
 
+    def report_passed(self, rank: int, passed: int, ranks: Sequence[int]) -> Steps[None]:
+        """Report how many points a rank has passed. The last rank to report decides."""
+        yield Set(self._key("passed", rank), b"%d" % passed)
+        if (yield Add(self._key("reports", 0), 1)) >= len(ranks):
+            yield from self.decide_stop(ranks)
+
+    def decide_stop(self, ranks: Sequence[int]) -> Steps[list[int]]:
+        """Decide where the ranks stop, if all have reported; return those that have not."""
+        reports = yield ReadMany([self._key("passed", rank) for rank in ranks])
+        missing = [rank for rank, report in zip(ranks, reports, strict=True) if report is None]
+        if not missing:
+            yield from publish_once(self._key("stop", 0), b"%d" % max(map(int, reports)))
+        return missing
+
+    def wait_for_stop(self, seconds: float) -> Steps[int | None]:
+        """Return the last point that ranks pass; None if that is not decided in ``seconds``."""
+        # Not a Wait: a TCPStore without libuv does not wake one for a key made by compare_set.
+        last = yield Until(Read(self._key("stop", 0)), bool, seconds)
+        return int(last) if last else None
+
     def remove_keys_of(self, rank: int) -> Steps[None]:
         """Remove the keys that only this rank writes. Call it if no rank reads them any more."""
-        for kind in ("process", "answer", "wake"):
+        for kind in ("process", "answer", "wake", "passed"):
             yield Delete(self._key(kind, rank))
 
     def _key(self, kind: str, number: int) -> str:

@@ -87,6 +87,17 @@ def all_break(rank: int, log: Log) -> None:
     log.more["sum"] = total.item()
 
 
+def all_break_in_the_second_epoch(rank: int, log: Log) -> None:
+    """Leave the second epoch at the same step, after a first one in which ranks shadowed."""
+    net = log.model()
+    with Join([net]) as join:
+        for epoch in range(2):
+            for batch in join.batches(batches(2 + rank)):
+                train(net, log, batch)
+                if epoch == 1:
+                    break
+
+
 def breaks_in_the_tail(rank: int, log: Log) -> None:
     """Rank 0 has run dry; rank 1 then leaves its loop and shadows, too."""
     net = log.model()
@@ -143,6 +154,7 @@ SCENARIOS: list[Scenario] = [
     one_breaks,
     one_breaks_in_fsdp,
     all_break,
+    all_break_in_the_second_epoch,
     breaks_in_the_tail,
     nothing_to_replay,
     nothing_on_one_rank,
