@@ -264,6 +264,12 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 3) -> None:
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
 _warnings: set[str] = set()
 
 
@@ -271,6 +277,12 @@ def local_rank() -> int:
     """Return which rank of its node the launcher says this process is; -1 if it does not say."""
     numbers = (whole_number(os.environ.get(name)) for name in _LOCAL_RANKS)
     return next((number for number in numbers if number is not None), -1)
+
+
+def local_world_size() -> int | None:
+    """Return how many ranks the launcher says this node has; None if it does not say."""
+    numbers = (whole_number(os.environ.get(name), least=1) for name in _LOCAL_SIZES)
+    return next((number for number in numbers if number is not None), None)
 
 
 def warn_once(message: str) -> None:

@@ -15,6 +15,10 @@ from rankcall.folders import UnsafeFolderError
 # yet, counts as remote. Recording then stays in memory.
 _LOCAL = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "overlay"}
 
+# These write a changed page to a new block, so a page whose room was reserved can still find none,
+# and that is a SIGBUS in the process that maps it.
+_COPY_ON_WRITE = {"btrfs", "zfs"}
+
 
 def is_local(path: Path, mountinfo: str | None = None) -> bool:
     """Return whether a path is on a file system that does not depend on another host.
@@ -24,11 +28,17 @@ def is_local(path: Path, mountinfo: str | None = None) -> bool:
     return file_system(path, mountinfo) in _LOCAL
 
 
-def check_local(folder: Path) -> None:
-    """Raise ``UnsafeFolderError`` if a page of a file in a folder could wait for another host."""
-    if not is_local(folder):
-        kind = file_system(folder) or "unknown"
+def check_mappable(folder: Path) -> None:
+    """Raise ``UnsafeFolderError`` if a mapped file in a folder could harm its writer.
+
+    Its pages must not wait for another host. Once their room is reserved, they must never find the
+    disk full.
+    """
+    kind = file_system(folder) or "unknown"
+    if kind not in _LOCAL:
         raise UnsafeFolderError(folder, f"is on a file system that is not local ({kind})")
+    if kind in _COPY_ON_WRITE:
+        raise UnsafeFolderError(folder, f"is on a file system that keeps no room reserved ({kind})")
 
 
 def file_system(path: Path, mountinfo: str | None = None) -> str:

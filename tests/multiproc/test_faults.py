@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,30 +142,6 @@ def test_lapping_an_op_in_flight(tmp_path: Path, env: dict[str, str | None]) -> 
 # --- places that are full or read-only ---
 
 
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Any]:
-    """Return a function that mounts a tmpfs with options; skip the test if that is not allowed."""
-    mounts: list[Path] = []
-
-    def mount(options: str) -> Path:
-        place = tmp_path / f"mount-{len(mounts)}"
-        place.mkdir()
-        command = shutil.which("mount")
-        done = command and subprocess.run(
-            [command, "-t", "tmpfs", "-o", options, "tmpfs", str(place)],
-            capture_output=True,
-            check=False,
-        )
-        if not done or done.returncode:
-            pytest.skip("a tmpfs cannot be mounted here")
-        mounts.append(place)
-        return place
-
-    yield mount
-    for place in mounts:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def _few_ops(rank: int, world_size: int, run_dir: str) -> Any:
     import torch
     import torch.distributed as dist
@@ -178,10 +152,10 @@ def _few_ops(rank: int, world_size: int, run_dir: str) -> Any:
     for _ in range(5):
         dist.all_reduce(torch.ones(2))
     issued, capacity = recording.capture.counts()[0], recording.geometry.capacity
-    name = recording.capture.name
+    name, path = recording.capture.name, str(recording.path)
     dist.destroy_process_group()
     rankcall.disable()
-    return {"issued": issued, "capacity": capacity, "capture": name}
+    return {"issued": issued, "capacity": capacity, "capture": name, "path": path}
 
 
 def _said(results: list[Result]) -> list[str]:
@@ -194,22 +168,39 @@ def _said(results: list[Result]) -> list[str]:
 
 
 def test_no_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """Recording goes on in memory, with one warning. The records reach the run in the end."""
+    """The ring is a file of the run directory. One warning says what gives more room."""
     full = {**env, "RANKCALL_SHM": str(mounted("size=64k"))}
     (warning,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=full))
     assert "No space left on device" in warning
-    assert warning.endswith("recording goes on in memory only")
+    assert "--shm-size" in warning
+    assert "RANKCALL_SHM" in warning
+    assert warning.endswith(f": the ring is kept in {tmp_path / 'run' / 'rings'}")
     assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
 
 
-def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """A smaller ring is made, with one warning, and everything is recorded."""
-    tight = {**env, "RANKCALL_SHM": str(mounted("size=3m"))}
-    results = try_ranks(_few_ops, 2, str(tmp_path / "run"), env=tight)
+def test_no_room_anywhere(env: dict[str, str | None], mounted: Any) -> None:
+    """The job goes on, recorded in memory only, and learns that its records cannot be kept."""
+    full, run_dir = {**env, "RANKCALL_SHM": str(mounted("size=64k"))}, mounted("size=96k") / "run"
+    memory_only, lost = _said(try_ranks(_few_ops, 1, str(run_dir), env=full))
+    assert memory_only.count("No space left on device") == 2  # in both places
+    assert "recording goes on in memory only" in memory_only
+    assert "the records of this rank cannot be kept" in lost
+
+
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_little_room_for_a_ring(
+    tmp_path: Path, env: dict[str, str | None], mounted: Any, ranks: int
+) -> None:
+    """The ranks share the room: each has a smaller ring, with one warning, and records it all."""
+    place = mounted("size=1m")
+    tight = {**env, "RANKCALL_SHM": str(place), "LOCAL_WORLD_SIZE": str(ranks)}
+    results = try_ranks(_few_ops, ranks, str(tmp_path / "run"), env=tight)
     (warning,) = _said(results)
-    assert "the ring holds" in warning
-    assert results[0].value["capacity"] < 1 << 14
-    assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
+    assert "each ring holds" in warning
+    assert "--shm-size" in warning
+    assert all(result.value["capacity"] < 1 << 14 for result in results)
+    assert all(Path(result.value["path"]).is_relative_to(place) for result in results)
+    assert all(len(_rows(tmp_path / "run", rank)) == 5 for rank in range(ranks))
 
 
 def test_read_only_tmpfs(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:

@@ -95,6 +95,22 @@ def test_a_server_between_requests(tmp_path: Path) -> None:
     assert kept.over_s >= HANG_AFTER_S
 
 
+@pytest.mark.parametrize("size", ["64k", pytest.param("300k", marks=pytest.mark.slow)])
+def test_little_shared_memory(tmp_path: Path, mounted: Any, size: str) -> None:
+    """Rings without room there are in the run, all or one. The verdict names the same rank."""
+    run, env = tmp_path / "run", {"RANKCALL_SHM": str(mounted(f"size={size}"))}
+    with start_ranks(
+        _serves, 2, str(tmp_path), run_dir=run, watch={"hang_after": HANG_AFTER_S}, env=env
+    ) as ranks:
+        (tmp_path / "request.0").touch()  # the first step has more patience
+        wait_until(lambda: len(list(run.glob("hangs/0001/stacks/*"))) == 2)
+        assert len(list(run.glob("rings/*[0-9].ring"))) == (2 if size == "64k" else 1)
+    (verdict,) = _verdicts(run)
+    assert _causes(verdict) == [("missing", [0])]
+    assert all(rank.stderr.count("--shm-size") <= 1 for rank in ranks.results)
+    assert "--shm-size" in ranks.results[0].stderr
+
+
 def test_abort(tmp_path: Path) -> None:
     """With on_hang=abort every rank ends, by its watcher or because another rank ended."""
     watch = {"hang_after": HANG_AFTER_S, "on_hang": "abort"}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.file_systems import file_system, is_local
+from rankcall.file_systems import check_mappable, file_system, is_local
+from rankcall.folders import UnsafeFolderError
 
 MOUNTS = """\
 21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -40,3 +41,11 @@ def test_an_unknown_file_system_is_not_local() -> None:
     assert not is_local(Path("/x"), "21 1 0:1 / / rw - newfs new rw\n")
     assert not is_local(Path("/x"), "")
     assert not is_local(Path("/x"), "damaged\n")
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "btrfs", "zfs"])
+def test_where_no_ring_is_mapped(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that waits for a server, or whose reserved room may be gone, would harm the job."""
+    monkeypatch.setattr("rankcall.file_systems.file_system", lambda path: kind)
+    with pytest.raises(UnsafeFolderError, match=kind):
+        check_mappable(Path("/x"))

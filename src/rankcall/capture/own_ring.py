@@ -1,27 +1,30 @@
 """The ring that this process writes: make it, name it, and move it into the run at the end.
 
 A ring belongs in shared memory, because no disk holds up its writer there. It moves into the run
-directory when the recording ends, unless a launcher does that. If there is no room or no safe
-folder, the ring is smaller, or in the run directory, or in memory only, and one line on stderr says
-so.
+directory when the recording ends, unless a launcher does that. If there is little room for all
+ranks of the host, the rings are smaller. If there is no room or no safe folder, the ring is in the
+run directory, or else in memory only. One line on stderr says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from rankcall.background import exit_budget
 from rankcall.capture.settings import Settings
-from rankcall.errors import local_rank, warn_once
-from rankcall.file_systems import check_local, is_local
+from rankcall.errors import local_rank, local_world_size, warn_once
+from rankcall.file_systems import check_mappable, is_local
 from rankcall.folders import check_folder, make_folder, reason
 from rankcall.ring.layout import Geometry
 from rankcall.ring.lock import WriterLock
@@ -46,8 +49,17 @@ from rankcall.run.paths import (
 )
 from rankcall.run.settle import save_ring, settle_ring
 
-_SMALLER = (1, 4, 16, 64)  # a ring that finds no room is tried at these fractions of its size
+_FRACTIONS = (1, 4, 16, 64)  # a ring that finds no room is tried at these fractions of its size
+MORE_ROOM = (
+    "give the container more shared memory (docker: --shm-size=1g), or set RANKCALL_SHM to a "
+    "folder of a local disk"
+)
+_MEMORY_ONLY = (
+    "recording goes on in memory only, where the watcher and other commands do not see it before "
+    "it ends"
+)
 _MOVE_SECONDS = 10.0
+_Made = TypeVar("_Made")
 
 
 class OwnRing:
@@ -59,6 +71,7 @@ class OwnRing:
         identity: The rank and host that the ring belongs to, as far as they are known.
         run_dir: The run that it belongs to; None while it belongs to none.
         path: The file; None if it has no name, or is in memory only.
+        has_local_run: Whether the run directory is known to be on a disk of this host.
     """
 
     def __init__(self, settings: Settings, identity: Identity) -> None:
@@ -66,7 +79,9 @@ class OwnRing:
         self.geometry = Geometry(settings.capacity)
         self._settled_run = settings.settled_run
         self.run_dir: Path | None = None
-        self._is_local = False  # the run; found out early: at the end, a network may not answer
+        self._why_in_memory = ""
+        # Found out early: at the end, a network may not answer.
+        self.has_local_run = False
         self.path: Path | None = None
         self._fd = -1
         self._lock = WriterLock(-1)
@@ -76,39 +91,68 @@ class OwnRing:
 
     def _make_unnamed(self) -> mmap.mmap:
         """Make a ring of no run. It vanishes with the process, unless ``move_to`` names it."""
-        if not is_local(live_base()):
+        base = live_base()
+        try:
+            check_mappable(base)
+            ring, self._fd, self._lock = self._make_fitting(
+                base, lambda geometry: create_unnamed(base, self.identity, geometry)
+            )
+        except OSError as error:
+            self._why_in_memory = reason(error)
             return create(None, self.identity, self.geometry)
-        ring, self._fd, self._lock = create_unnamed(live_base(), self.identity, self.geometry)
         return ring
 
     def _make(self, run_dir: Path) -> mmap.mmap:
+        """Make a ring of a run: in shared memory, or else in the run directory, or in memory."""
         self.run_dir = run_dir
-        folder = self._prepare(run_dir)
-        if folder is not None:
-            failure = ""
-            for fraction in _SMALLER:
-                geometry = self._shrunk(fraction)
-                try:
-                    ring = self._make_file(folder, geometry, run_dir)
-                except OSError as error:
-                    failure, self.path = str(error.strerror), None
-                    continue
-                if fraction > 1:
-                    warn_once(
-                        f"little room in {folder}: the ring holds {geometry.capacity:,} records"
-                    )
-                self.geometry = geometry
-                return ring
-            warn_once(
-                f"no ring can be kept in {folder} ({failure}): recording goes on in memory only"
-            )
+        unwritable = self._prepare(run_dir)
+        try:
+            folder = _memory_folder(run_dir)
+            ring = self._make_in(folder, run_dir)
+        except OSError as error:
+            why = reason(error)
+        else:
+            if unwritable:
+                warn_once(f"{unwritable}: records stay in {folder}")
+            return ring
+        try:
+            folder = _disk_folder(run_dir)  # a file on a local disk is better than nothing
+            ring = self._make_in(folder, run_dir)
+        except OSError as error:
+            warn_once(f"{why}; {unwritable or reason(error)}: {_MEMORY_ONLY}")
+        else:
+            warn_once(f"{why}: the ring is kept in {folder}")
+            return ring
+        self.path = None
         self._mover = self._mover or Mover(run_dir)
         return create(None, self.identity, self.geometry)
 
-    def _shrunk(self, fraction: int) -> Geometry:
-        if fraction == 1:
-            return self.geometry
-        return Geometry.fitting(self.geometry.file_bytes // fraction)
+    def _make_in(self, folder: Path, run_dir: Path) -> mmap.mmap:
+        return self._make_fitting(
+            folder, lambda geometry: self._make_file(folder, geometry, run_dir)
+        )
+
+    def _make_fitting(self, folder: Path, make: Callable[[Geometry], _Made]) -> _Made:
+        """Make a ring of the largest size for which a folder has room. Raises ``OSError``.
+
+        The ranks of a host start together and share the room. A rank that took all of it would
+        leave the others unseen.
+        """
+        sizes = ring_sizes(self.geometry)
+        share = shutil.disk_usage(folder).free // (local_world_size() or 1)
+        last = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for geometry in [size for size in sizes if size.file_bytes <= share] or sizes[-1:]:
+            try:
+                made = make(geometry)
+            except OSError as error:
+                last = error
+                continue
+            if geometry != self.geometry:
+                records = f"each ring holds {geometry.capacity:,} records"
+                warn_once(f"little room in {folder}: {records}; {MORE_ROOM}")
+            self.geometry = geometry
+            return made
+        raise OSError(last.errno, f"{folder} cannot hold a ring ({last.strerror}); {MORE_ROOM}")
 
     def _make_file(self, folder: Path, geometry: Geometry, run_dir: Path) -> mmap.mmap:
         try:
@@ -122,38 +166,21 @@ class OwnRing:
             ring, self._lock = create_locked(path, self.identity, geometry, run_dir)
         return ring
 
-    def _prepare(self, run_dir: Path) -> Path | None:
-        """Make the run directory; return the folder for the ring, or None: in memory only."""
+    def _prepare(self, run_dir: Path) -> str:
+        """Make the run directory; return why it cannot be written, or an empty text."""
         import torch
 
         unwritable = ""
         try:
             create_run(run_dir, about_job(sys.argv, torch.__version__))
-            self._is_local = is_local(run_dir)
+            self.has_local_run = is_local(run_dir)
         except OSError as error:
             unwritable = f"the run directory {run_dir} cannot be written ({error.strerror})"
         if local_rank() <= 0 and has_old_rings(run_dir):
             threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
         if self._settled_run != str(run_dir):
             self._mover = self._mover or Mover(run_dir)
-        try:
-            check_local(live_base())
-            folder = make_live_dir(run_dir)
-            if unwritable:
-                warn_once(f"{unwritable}: records stay in {folder}")
-            return folder
-        except OSError as error:
-            why = reason(error)
-        folder = run_dir / "rings"  # a file on a local disk is better than nothing
-        try:
-            check_local(folder)
-            check_folder(folder)
-        except OSError as error:
-            also = unwritable or reason(error)
-            warn_once(f"{why}; {also}: recording goes on in memory only")
-            return None
-        warn_once(f"{why}: the ring is kept in {folder}")
-        return folder
+        return unwritable
 
     def _file_in(self, folder: Path, run_dir: Path) -> Path:
         self.path = folder / unused_ring(self._name(), folder, run_dir / "rings")
@@ -167,11 +194,10 @@ class OwnRing:
         """Give an unnamed ring a place in a run; return False if it can have none."""
         if self._fd < 0:
             return False
-        folder = self._prepare(run_dir)
-        if folder is None:
-            return False
+        unwritable = self._prepare(run_dir)
         put_run_dir(self.map, run_dir)
         try:
+            folder = _memory_folder(run_dir)
             # The path is absolute: a descriptor only makes CPython call linkat, which follows.
             os.link(
                 f"/proc/self/fd/{self._fd}",
@@ -179,9 +205,11 @@ class OwnRing:
                 src_dir_fd=self._fd,
                 follow_symlinks=True,
             )
-        except OSError:
-            self.path = None
+        except OSError as error:
+            self.path, self._why_in_memory = None, reason(error)
             return False
+        if unwritable:
+            warn_once(f"{unwritable}: records stay in {folder}")
         self.run_dir = run_dir
         os.close(self._fd)
         self._fd = -1
@@ -192,6 +220,7 @@ class OwnRing:
         if not self.move_to(run_dir):
             self.run_dir = run_dir
             self._mover = self._mover or Mover(run_dir)
+            warn_once(f"{self._why_in_memory}: {_MEMORY_ONLY}")
 
     def set_identity(self, identity: Identity) -> None:
         """Note the rank once the process knows it, in the ring and in the file's name."""
@@ -222,7 +251,7 @@ class OwnRing:
 
         None if the run is on a network, which may not answer.
         """
-        if self.run_dir is None or not self._is_local:
+        if self.run_dir is None or not self.has_local_run:
             return None
         mine = self.identity
         about = {"rank": mine.rank, "attempt": mine.attempt, "host": mine.host, "pid": os.getpid()}
@@ -241,6 +270,25 @@ class OwnRing:
             os.close(self._fd)
             self._fd = -1
         self._lock.release()
+
+
+def ring_sizes(wanted: Geometry) -> list[Geometry]:
+    """Return the sizes that a ring is tried in, the largest first."""
+    return [wanted.shrunk(fraction) for fraction in _FRACTIONS]
+
+
+def _memory_folder(run_dir: Path) -> Path:
+    """Make or check the folder of a run's rings in shared memory. Raises ``OSError``."""
+    check_mappable(live_base())
+    return make_live_dir(run_dir)
+
+
+def _disk_folder(run_dir: Path) -> Path:
+    """Check the folder of a run's rings on disk. Raises ``OSError``."""
+    folder = run_dir / "rings"
+    check_mappable(folder)
+    check_folder(folder)
+    return folder
 
 
 class Mover:

@@ -101,6 +101,11 @@ class Recording(Handle):
         return self._own_ring.run_dir
 
     @property
+    def has_local_run(self) -> bool:
+        """Whether the run directory is known to be on a disk of this host."""
+        return self._own_ring.has_local_run
+
+    @property
     def identity(self) -> Identity:
         """The rank and host of this process, as far as they are known."""
         return self._own_ring.identity

@@ -16,9 +16,16 @@ from pathlib import Path
 
 import typer
 
+from rankcall.capture.own_ring import MORE_ROOM, ring_sizes
 from rankcall.capture.session import check_torch
-from rankcall.errors import CaptureUnavailableError, CorruptRunError, RankcallError
-from rankcall.file_systems import file_system, is_local
+from rankcall.errors import (
+    CaptureUnavailableError,
+    CorruptRunError,
+    RankcallError,
+    local_world_size,
+)
+from rankcall.file_systems import check_mappable
+from rankcall.folders import reason
 from rankcall.interpreter import run_command
 from rankcall.ring.layout import Geometry
 from rankcall.run.load import load
@@ -30,7 +37,7 @@ __all__ = ["command"]
 OK, WEAK, BAD = "ok", "weak", "FAIL"
 _TRIAL_S = 60.0  # the job imports torch, which alone takes seconds
 _STORE_S = 3.0
-_RANKS = 8  # shared memory should have room for the rings of this many
+_RANKS = 8  # on a host whose launcher and devices do not say how many
 _TRIAL = """\
 import torch
 import torch.distributed as dist
@@ -119,20 +126,42 @@ def _recorder() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     base = live_base()
+    topic = "shared memory"
     if not base.is_dir() or not os.access(base, os.W_OK):
         text = f"{base} cannot be written: rings are kept in the run directory"
-        yield Finding("shared memory", WEAK, text)
+        yield Finding(topic, WEAK, text)
         return
-    if not is_local(base):
-        text = f"{base} is not local ({file_system(base)}): records stay in memory until the end"
-        yield Finding("shared memory", WEAK, text)
+    try:
+        check_mappable(base)
+    except OSError as error:
+        yield Finding(topic, WEAK, f"{reason(error)}: records stay in memory until the end")
         return
-    space, ring = shutil.disk_usage(base), Geometry().file_bytes
-    text = f"{base} has {space.free / 1e6:,.0f} of {space.total / 1e6:,.0f} MB free; a ring takes "
-    text += f"{ring / 1e6:.1f} MB"
-    if space.free < _RANKS * ring:
-        text += ": rings will be smaller (docker: --shm-size)"
-    yield Finding("shared memory", OK if space.free >= _RANKS * ring else WEAK, text)
+    space = shutil.disk_usage(base)
+    sizes, (ranks, why) = ring_sizes(Geometry()), _ranks_here()
+    fitting = [size for size in sizes if size.file_bytes * ranks <= space.free]
+    text = f"{base} has {space.free / 1e6:,.1f} of {space.total / 1e6:,.1f} MB free; the rings of "
+    text += f"{ranks} {'rank' if ranks == 1 else 'ranks'} ({why}) take "
+    text += f"{sizes[0].file_bytes * ranks / 1e6:,.1f} MB"
+    if not fitting:
+        yield Finding(topic, WEAK, f"{text}: some go to the run directory; {MORE_ROOM}")
+    elif fitting[0] != sizes[0]:
+        text += f": each ring will hold {fitting[0].capacity:,} records, not {sizes[0].capacity:,}"
+        yield Finding(topic, WEAK, f"{text}; {MORE_ROOM}")
+    else:
+        yield Finding(topic, OK, text)
+
+
+def _ranks_here() -> tuple[int, str]:
+    """Return how many ranks a job is likely to have on this host, and by what."""
+    size = local_world_size()
+    if size is not None:
+        return size, "as the launcher says"
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.device_count():
+            return torch.cuda.device_count(), "one for each GPU"
+    return _RANKS, "if a job has so many here"
 
 
 def _stacks() -> Iterator[Finding]:

@@ -41,6 +41,10 @@ AHEAD = 64  # records that writers may be ahead of ``head``
 DEFAULT_CAPACITY = 1 << 14
 DEFAULT_INFLIGHT = 256
 DEFAULT_TABLES_BYTES = 1 << 20
+# The least that a ring shrinks to if there is little room: 126 KiB in all.
+_LEAST_CAPACITY = 1 << 8
+_LEAST_INFLIGHT = 1 << 6
+_LEAST_TABLES_BYTES = 1 << 16
 
 # How the room of the side tables is shared. Error texts and call sites must leave room for groups,
 # because a record whose group is unknown is of little use.
@@ -159,13 +163,20 @@ class Geometry:
         """Bytes of a whole file."""
         return self.records_offset + self.capacity * RECORD.itemsize
 
-    @classmethod
-    def fitting(cls, total_bytes: int) -> Geometry:
-        """Return the largest geometry of at most ``total_bytes`` (at least 64 records)."""
-        capacity = 64
-        while cls(capacity * 2).file_bytes <= total_bytes:
-            capacity *= 2
-        return cls(capacity)
+    def shrunk(self, fraction: int) -> Geometry:
+        """Return the sizes of a ring that takes about this fraction of the memory.
+
+        Every part shrinks: with side tables of their usual size, the smallest ring would not fit
+        into 1 MiB. No part falls below the room that a small job needs.
+
+        Args:
+            fraction: A power of two.
+        """
+        return Geometry(
+            min(self.capacity, max(self.capacity // fraction, _LEAST_CAPACITY)),
+            min(self.inflight_capacity, max(self.inflight_capacity // fraction, _LEAST_INFLIGHT)),
+            min(self.tables_bytes, max(self.tables_bytes // fraction, _LEAST_TABLES_BYTES)),
+        )
 
 
 _geometry = lru_cache(maxsize=64)(Geometry)  # most rings of a run have the same

@@ -119,19 +119,16 @@ def create_unnamed(
 ) -> tuple[mmap.mmap, int, WriterLock]:
     """Make a ring file without a name: it vanishes with its process, unless a name is linked to it.
 
-    Returns the memory map, the descriptor and the lock. If ``folder`` cannot hold such a file,
-    these are anonymous memory, -1 and a lock that is not held.
+    Returns the memory map, the descriptor and the lock. Raises ``OSError`` if ``folder`` cannot
+    hold such a file, or has no room for it.
     """
-    try:
-        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return create(None, identity, geometry), -1, WriterLock(-1)
+    fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, geometry.file_bytes)
         ring = mmap.mmap(fd, geometry.file_bytes)
     except OSError:
         os.close(fd)
-        return create(None, identity, geometry), -1, WriterLock(-1)
+        raise
     lock = WriterLock(fd)
     return _prepared(ring, identity, geometry, lock), fd, lock
 
