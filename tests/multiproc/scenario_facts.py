@@ -97,6 +97,9 @@ class ScenarioFacts(PlantedFacts):
     def _not_come(self, fact: Fact, finding: Finding) -> Iterator[str]:
         yield from self._planted(fact, "delay")
 
+    def _goes_on(self, fact: Fact, finding: Finding) -> Iterator[str]:
+        yield from self._planted(fact, "delay")
+
     # --- ranks that wait ---
 
     def _held_up(self, fact: Fact, finding: Finding) -> Iterator[str]:

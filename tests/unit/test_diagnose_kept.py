@@ -213,6 +213,9 @@ def test_the_line_that_the_watcher_saw_is_told_afterwards(tmp_path: Path) -> Non
         assert (finding.kind, finding.ranks) == ("missing", (2,))
         watcher_lines = [line for line in finding.evidence if "watcher" in line]
         assert watcher_lines == ([] if at == 1 * MS else [AT_THE_LOADER])
+        there = "had not come: it was at /job/data.py:8 in fetch, 30 s before the end."
+        nothing = "had not come: it had issued nothing for 60 s."
+        assert (nothing if at == 1 * MS else there) in finding.summary
 
 
 def test_a_hang_that_was_over_is_no_evidence(tmp_path: Path) -> None:

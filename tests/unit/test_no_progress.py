@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls
+from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, START, together, write_world
 
 from rankcall.analysis.pace import pace
@@ -17,6 +17,7 @@ from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.report import diagnosis_text as report
 from rankcall.report import top
 from rankcall.ring.layout import offset_of
+from rankcall.ring.tables import Group
 from rankcall.run.frames import LOADER, CodePlace, code_place
 from rankcall.run.load import load
 
@@ -172,13 +173,27 @@ def test_a_missing_rank_is_shown_where_it_stands(tmp_path: Path) -> None:
         (loader, "waiting for its data loader at /home/ada/fit.py:3", "data loader"),
         (IN_NEW_GROUP, "in new_group at /home/ada/train.py:12", "must call new_group"),
         (AT_SLEEP, "at /home/ada/train.py:9 in main", "py-spy"),
-        ("", "in user code", "py-spy"),
+        ("", "has not come: it has issued nothing for 70 s", "py-spy"),
     ):
         (finding,) = with_stacks(
             run, replace(diagnosis, snapshot=diagnosis.snapshot), {3: stack}
         ).findings
         assert words in finding.summary
         assert advice in finding.advice
+
+
+def test_a_missing_rank_that_fell_silent_later(tmp_path: Path) -> None:
+    """It goes on while it has issued calls in the newer half of the wait, and no longer."""
+    pair = Group("1", 0, "gloo", "pair", (2, 3))
+    calls = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1), 5 * MS)]
+    for number in range(1, 31):
+        calls += together(number, [number * SECOND] * 2, number * SECOND + MS, pair)
+    for seconds, words in ((50, "although they go on"), (70, "issued nothing for 40 s")):
+        diagnosis = diagnose_calls(
+            tmp_path / str(seconds), calls, states={}, seconds=seconds, hang_after=20
+        )
+        assert causes(diagnosis) == [("missing", (2, 3))]
+        assert words in diagnosis.findings[0].summary
 
 
 def test_the_pace_is_that_of_the_last_seconds(tmp_path: Path) -> None:

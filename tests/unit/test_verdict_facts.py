@@ -156,16 +156,28 @@ STATES = [
         "had not come: the calls that they dumped end before that",
     ),
     (
-        of(R.NOT_COME),
-        "has not come: it is in user code",
-        "have not come: they are in user code",
-        "had not come: they were in user code",
+        of(R.NOT_COME, 9),
+        "has not come: it has issued nothing for 9.0 s",
+        "have not come: they have issued nothing for 9.0 s",
+        "had not come: they had issued nothing for 9.0 s",
+    ),
+    (
+        of(R.GOES_ON, call=CALL),
+        "has not come, although it goes on: the newest call of rank 2 is all_reduce #7 of group 0 at train.py:9",
+        "have not come, although they go on: the newest call of rank 1 is all_reduce #7 of group 0 at train.py:9",
+        "had not come, although they went on: the newest call of rank 1 was all_reduce #7 of group 0 at train.py:9",
     ),
     (
         of(R.NOT_COME, line="a.py:1", inside="new_group"),
         "has not come: it is in new_group at a.py:1",
         "have not come: they are in new_group at a.py:1",
         "had not come: they were in new_group at a.py:1",
+    ),
+    (
+        of(R.NOT_COME, 9, line="a.py:1", inside="new_group", seen_s="4.0"),
+        "has not come: it is in new_group at a.py:1, 4.0 s before the end",
+        "have not come: they are in new_group at a.py:1, 4.0 s before the end",
+        "had not come: they were in new_group at a.py:1, 4.0 s before the end",
     ),
     (
         of(R.NOT_COME_AS_BEFORE),

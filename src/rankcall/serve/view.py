@@ -40,7 +40,7 @@ STANDINGS = {
     "silent": "silent",
     "unknown": "no records",
     "call": "in a call",
-    "code": "in user code",
+    "code": "in no call",
     "ended": "ended",
 }
 _ORDER = {name: number for number, name in enumerate(STANDINGS)}

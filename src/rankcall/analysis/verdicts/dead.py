@@ -87,7 +87,7 @@ class Dead(CulpritKind):
             hosts=hosts_of(snapshot, ranks),
             since_s=states[0].gone_s or 0.0,
             confidence="possible",
-            said=[self.state(snapshot, states)],
+            said=[self.state(snapshot, states, 0.0)],
             shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN]],
             live=snapshot.live,
             advice=self.advice(snapshot, states),
@@ -117,7 +117,7 @@ class Dead(CulpritKind):
             facts=(*finding.facts, *facts),
         )
 
-    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+    def state(self, snapshot: Snapshot, states: Sequence[RankState], held_s: float) -> Fact:
         """Return how the processes ended, and when."""
         first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
         if first.blind and first.exit is None:

@@ -43,7 +43,7 @@ class Exhausted(CulpritKind):
                 "before it returns.",
             )
 
-    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+    def state(self, snapshot: Snapshot, states: Sequence[RankState], held_s: float) -> Fact:
         """Return whether the processes have ended, and when."""
         first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
         end = "exited" if first.exit == 0 else "ended" if first.state == GONE else "closing"

@@ -50,7 +50,10 @@ class Relation(str, Enum):
     ALONE_IN = "alone_in"  # no other member has issued the call, and these wait for nothing
     LEFT_BEHIND = "left_behind"  # its device has not left the call, and those of others have
     DUMP_ENDS_BEFORE = "dump_ends_before"  # the newest call in its dump is an earlier one
-    NOT_COME = "not_come"  # it has not issued the call. values: a place, if its stack shows one
+    # It has not issued the call, and nothing else for so many s. values: a place, if its stack
+    # shows one; seen_s: how long before the end its watcher saw it there
+    NOT_COME = "not_come"
+    GOES_ON = "goes_on"  # it has not issued the call, and goes on with others: its newest one
     NOT_COME_AS_BEFORE = "not_come_as_before"  # an earlier wait at the same line passed
     WAITS_FOR_WORK = "waits_for_work"  # it declared the wait. values: what. others: wait with it
     EARLIER_WAIT_PASSED = "earlier_wait_passed"  # a hang at the line was over. values: line

@@ -12,11 +12,13 @@ from rankcall.analysis.verdicts.facts import Fact, Relation, place_of, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.over import lasted
-from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, evidence
+from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, evidence, summary
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.run.frames import code_place
 from rankcall.run.hangs import kept_stack
 
+_MOST_READ = 64  # ranks whose kept stacks are compared
+_HELD_UP = (Relation.HELD_UP, Relation.HELD_UP_ELSEWHERE)
 _MARGIN_S = 0.5  # between a verdict and a call that shows that its hang was over
 
 
@@ -97,9 +99,13 @@ def _with_seen(
 
 
 def _with_places(snapshot: Snapshot, finding: Finding, folder: Path, since_s: float) -> Finding:
-    """Add the lines at which the watcher saw a finding's ranks, if it kept their stacks."""
+    """Add the lines at which the watcher saw a finding's ranks, if it kept their stacks.
+
+    If the finding says where its ranks were, it says that they were there.
+    """
     if since_s > finding.since_s:
         return finding  # it looked before this began
+    finding = _at_the_seen_place(finding, folder, since_s, snapshot.live)
     places = []
     for rank in finding.ranks[:SHOWN]:
         values, ranks = place_of(code_place(kept_stack(folder, rank))), ranks_of(snapshot, [rank])
@@ -109,6 +115,24 @@ def _with_places(snapshot: Snapshot, finding: Finding, folder: Path, since_s: fl
         finding,
         evidence=(*finding.evidence, *evidence(places, snapshot.live)),
         facts=(*finding.facts, *places),
+    )
+
+
+def _at_the_seen_place(finding: Finding, folder: Path, since_s: float, live: bool) -> Finding:
+    """Return a finding about ranks that did not come with the one line at which they all were."""
+    state = finding.facts[0] if finding.facts else None
+    if state is None or state.relation is not Relation.NOT_COME or len(finding.ranks) > _MOST_READ:
+        return finding
+    places = {code_place(kept_stack(folder, rank)) for rank in finding.ranks}
+    values = place_of(places.pop()) if len(places) == 1 else ()
+    if not values:
+        return finding
+    there = replace(state, values=(*values, ("seen_s", repr(since_s))))
+    held_up = [fact for fact in finding.facts if fact.relation in _HELD_UP]
+    return replace(
+        finding,
+        summary=summary([there, *held_up], live),
+        facts=(there, *finding.facts[1:]),
     )
 
 

@@ -74,7 +74,7 @@ class Idle(CulpritKind):
             live=snapshot.live,
         )
 
-    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+    def state(self, snapshot: Snapshot, states: Sequence[RankState], held_s: float) -> Fact:
         """Return why this is no hang."""
         ranks = ranks_of(snapshot, [state.rank for state in states])
         return Fact(Relation.NOT_COME_AS_BEFORE, ranks)

@@ -100,8 +100,8 @@ class CulpritKind(Kind):
         """Return how sure it is that this kind fits a suspect; None if it does not."""
         raise NotImplementedError
 
-    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
-        """Return the state of the ranks, which says why they hold others up."""
+    def state(self, snapshot: Snapshot, states: Sequence[RankState], held_s: float) -> Fact:
+        """Return the state of the ranks, which says why they hold others up, for ``held_s`` s."""
         raise NotImplementedError
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
@@ -186,7 +186,7 @@ class CulpritKind(Kind):
             hosts=hosts_of(snapshot, ranks),
             confidence=confidence,
             said=[
-                self.state(snapshot, states),
+                self.state(snapshot, states, held_s),
                 *_held_up(snapshot, ranks, longest, held_s, victims),
             ],
             shown=[*_waiting(evidence, ranks, waits), *gaps],

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rankcall.analysis.pace import quiet_s
 from rankcall.analysis.snapshot import (
     GONE,
     START_SEEN,
@@ -30,7 +31,11 @@ from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
 from rankcall.record import FLAG_DEVICE
-from rankcall.run.frames import LOADER, code_place
+from rankcall.run.frames import LOADER, CodePlace, code_place
+
+# A rank that has issued or left a call in this newest part of the wait for it goes on elsewhere:
+# the stack of its training thread does not say why another thread has not come.
+_GOES_ON = 0.5
 
 
 class Missing(CulpritKind):
@@ -66,7 +71,7 @@ class Missing(CulpritKind):
         mine = unfinished(calls) & np.isin(calls["rank"], ranks)
         return float(np.max(left[mine], initial=0.0))
 
-    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+    def state(self, snapshot: Snapshot, states: Sequence[RankState], held_s: float) -> Fact:
         """Return where the ranks are instead, as far as that is known."""
         first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
         if first.unheard:
@@ -85,8 +90,13 @@ class Missing(CulpritKind):
             return Fact(Relation.DUMP_ENDS_BEFORE, ranks)
         places = {code_place(state.stack) for state in states}
         # Ranks that stand in different places have none in common that a sentence could name.
-        values = place_of(places.pop()) if len(places) == 1 else ()
-        return Fact(Relation.NOT_COME, ranks, values=values)
+        place = places.pop() if len(places) == 1 else CodePlace()
+        quiet_for_s = min(float(quiet_s(snapshot)[state.rank]) for state in states)
+        if quiet_for_s < _GOES_ON * held_s and not (place.is_setup or place.inside == LOADER):
+            row = _newest_call(snapshot, first.rank)
+            return Fact(Relation.GOES_ON, ranks, call_of(snapshot, row))
+        known_s = quiet_for_s if np.isfinite(quiet_for_s) else None
+        return Fact(Relation.NOT_COME, ranks, values=place_of(place), number=known_s, unit="s")
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to find out what the ranks do."""
@@ -140,6 +150,12 @@ def _call_on_device(snapshot: Snapshot, rank: int) -> int | None:
     on_device = calls["flags"] & FLAG_DEVICE != 0
     rows = np.flatnonzero(unfinished(calls) & on_device & (calls["rank"] == rank))
     return int(rows[np.argmin(calls["index"][rows])]) if len(rows) else None
+
+
+def _newest_call(snapshot: Snapshot, rank: int) -> int:
+    """Return the row of the newest call of a rank that has issued one."""
+    rows = np.flatnonzero(snapshot.calls["rank"] == rank)
+    return int(rows[np.argmax(snapshot.calls["index"][rows])])
 
 
 def _not_started(snapshot: Snapshot, ranks: Ranks, row: int) -> Fact:

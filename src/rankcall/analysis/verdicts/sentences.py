@@ -106,8 +106,26 @@ def _state(text: str) -> Callable[[Fact, bool], str]:
 
 def _not_come(fact: Fact, live: bool) -> str:
     verbs = verbs_for(len(who(fact).numbers), live)
-    place = name_place(fact) or "in user code"
-    return f"{verbs.have} not come: {verbs.they} {verbs.be} {place}"
+    place = name_place(fact)
+    if place:
+        return f"{verbs.have} not come: {verbs.they} {verbs.be} {place}{_when_seen(fact)}"
+    for_so_long = "" if fact.number is None else f" for {duration(time_of(fact))}"
+    return f"{verbs.have} not come: {verbs.they} {verbs.have} issued nothing{for_so_long}"
+
+
+def _when_seen(fact: Fact) -> str:
+    seen_s = fact.value("seen_s")
+    return f", {duration(float(seen_s))} before the end" if seen_s else ""
+
+
+def _goes_on(fact: Fact, live: bool) -> str:
+    count = len(who(fact).numbers)
+    verbs = verbs_for(count, live)
+    go = ("goes" if count == 1 else "go") if live else "went"
+    return (
+        f"{verbs.have} not come, although {verbs.they} {go} on: the newest call of rank "
+        f"{who(fact).numbers[0]} {'is' if live else 'was'} {name_call(call_in(fact))}"
+    )
 
 
 def _not_started(fact: Fact, live: bool) -> str:
@@ -149,6 +167,7 @@ _STATES: dict[Relation, Callable[[Fact, bool], str]] = {
         "{have} not come: the calls that {they} dumped end before that"
     ),
     Relation.NOT_COME: _not_come,
+    Relation.GOES_ON: _goes_on,
     Relation.NOT_COME_AS_BEFORE: _state(
         "{have} not come, as before: an earlier wait at the same line passed"
     ),

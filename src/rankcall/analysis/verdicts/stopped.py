@@ -36,7 +36,7 @@ class Stopped(CulpritKind):
         """
         return case.state.state == STOPPED or self.has_waited_long(suspects, case)
 
-    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+    def state(self, snapshot: Snapshot, states: Sequence[RankState], held_s: float) -> Fact:
         """Return the sign by which the processes are known to stand still."""
         first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
         if first.state == STOPPED:
