@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from worlds import MS, Call, write_world
 
-from rankcall.cli import _COMMANDS, main
 from rankcall.cli import exec as exec_command
+from rankcall.cli import main
 from rankcall.cli import run as run_command
+from rankcall.cli.commands import COMMANDS
 from rankcall.cli.job_options import OPTIONS, JobOptions, Reaction, TraceMode
 
 READERS = ("report", "diagnose", "export", "top", "serve")
@@ -26,7 +30,7 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No help shows a type of Python, and each word of the usage line is explained below it."""
     text = help_of(command, capsys)
@@ -36,12 +40,71 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for word in words:
         assert word.isupper(), text
         assert word == "OPTIONS" or re.search(rf"^  {word}  +\S", text, re.MULTILINE), text
-    for line in text.partition("\nOptions:\n")[2].splitlines():
+    options = text.partition("\nOptions:\n")[2].partition("\nExamples:\n")[0]
+    for line in options.splitlines():
         if line.startswith("  -"):
             assert re.search(r"\S  +\S|^  \S+.*$", line)
 
 
-@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help ends with examples of this command, whose options exist. -h shows it as well."""
+    text = help_of(command, capsys)
+    assert main([command, "-h"]) == 0
+    assert capsys.readouterr().out == text
+    options, _, examples = text.partition("\nExamples:\n")
+    lines = [line.strip() for line in examples.splitlines() if f"rankcall {command}" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        own = line.partition(f"rankcall {command}")[2].partition(" -- ")[0]
+        for option in re.findall(r"(?<=\s)-[-\w]+", own):
+            is_torchruns = command == "run" and option == "--nproc-per-node"
+            assert is_torchruns or re.search(rf"^  (-\w, )?{option}\b", options, re.M), line
+
+
+def test_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command is in one group of the help, and the help says that a run may be an archive."""
+    assert main(["-h"]) == 0
+    text = capsys.readouterr().out
+    groups = re.findall(r"^([A-Z][\w-]+):\n((?:  .*\n)+)", text, re.MULTILINE)
+    assert [name for name, _ in groups] == ["Options", "Record", "Read", "Serve", "House-keeping"]
+    listed = [name for _, body in groups[1:] for name in re.findall(r"^  (\w+)  ", body, re.M)]
+    assert sorted(listed) == sorted(COMMANDS)
+    assert "archive" in text
+
+
+@pytest.mark.parametrize("option", ["--nproc-per-node", "-m"])
+def test_an_option_of_the_command(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``exec`` says where an option of torchrun belongs."""
+    assert main(["exec", option, "4", "x.py"]) == 2
+    error = capsys.readouterr().err
+    assert f"'rankcall exec -- torchrun {option} ...'" in error
+    assert "rankcall run takes torchrun's own options" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("rankcall di", "diagnose"), ("rankcall top --on", "--once")]
+)
+def test_completion(words: str, completed: str) -> None:
+    """A shell that completes a line gets the names of commands and of their options."""
+    variables = {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+        "_RANKCALL_COMPLETE": "complete_bash",
+    }
+    done = subprocess.run(
+        [Path(sys.executable).with_name("rankcall")],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.stdout.split(), done.stderr) == ([completed], "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_where_to_write(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A file to write is ``-o``; ``--to`` is a format."""
     text = help_of(command, capsys)
@@ -52,15 +115,16 @@ def test_where_to_write(command: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_an_attempt_wherever_a_run_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     """Every command that reads a run takes one attempt of it."""
-    with_attempt = [name for name in _COMMANDS if "--attempt N" in help_of(name, capsys)]
+    with_attempt = [name for name in COMMANDS if "--attempt N" in help_of(name, capsys)]
     assert set(with_attempt) == set(READERS)
 
 
 def test_run_and_exec_share_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     """Both take the fields of ``JobOptions``, with one help text, and nothing else."""
-    own = [help_of(name, capsys).partition("\nOptions:\n")[2] for name in ("run", "exec")]
+    texts = [help_of(name, capsys).partition("\nOptions:\n")[2] for name in ("run", "exec")]
+    own = [text.partition("\nExamples:\n")[0] for text in texts]
     assert own[0] == own[1]
-    assert set(re.findall(r"^  (--[a-z-]+)", own[0], re.MULTILINE)) == {*OPTIONS, "--help"}
+    assert set(re.findall(r"^  (--[a-z-]+)", own[0], re.MULTILINE)) == set(OPTIONS)
     for command in (run_command.command, exec_command.command):
         names = [f"--{name.replace('_', '-')}" for name in inspect.signature(command).parameters]
         assert names[1:] == list(OPTIONS)

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from rankcall import printable
+from rankcall.cli.commands import COMMANDS
 from rankcall.errors import RankcallError
 
 __all__ = ["main"]
 
 _USAGE, _INTERRUPTED = 2, 130
-_COMMANDS = {
-    "run": "Run a script as torchrun does, and record every collective of every rank.",
-    "exec": "Run any command, and record every rank that it starts.",
-    "report": "Report which ranks came last, which waited, and how fast the collectives were.",
-    "diagnose": "Say which rank holds the others up, in which call, from which line.",
-    "export": "Write a run's records for Perfetto, as Parquet or JSON lines.",
-    "ps": "List the jobs that run on this host.",
-    "top": "Show the state of every rank, live.",
-    "serve": "Serve a live page of a job, which everyone who has the link can read.",
-    "mcp": "Let an assistant read runs, over the MCP protocol.",
-    "collect": "Put a run that is spread over nodes into one file.",
-    "clean": "Free the memory that the records of killed jobs take on this host.",
-    "doctor": "Say whether recording will work here.",
-    "build": "Build the native recorder and RPC agent ahead of time.",
-}
+_HELP = {"help_option_names": ["-h", "--help"]}
 # These clean up first. Of the others, clean does so itself, and doctor and build read no run.
 _WORKING = ("run", "exec", "report", "diagnose", "export", "top", "serve", "collect")
 
@@ -58,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    chosen = next((argument for argument in arguments if argument in _COMMANDS), None)
-    if chosen in _WORKING and "--help" not in arguments:
+    # A shell that completes a line passes it in a variable.
+    words = arguments or os.environ.get("COMP_WORDS", "").split()
+    chosen = next((word for word in words if word in COMMANDS), None)
+    if chosen in _WORKING and arguments and not {"-h", "--help"} & set(arguments):
         _clean_up()
     app = _application(chosen)
     try:
@@ -75,8 +65,19 @@ def _run(arguments: list[str]) -> int:
         describe = getattr(error, "format_message", None)
         if describe is None:
             raise
+        unknown = getattr(error, "option_name", None)
+        if chosen == "exec" and unknown:
+            return _fail(_not_of_exec(unknown))
         return _fail(describe())
     return status if isinstance(status, int) else 0
+
+
+def _not_of_exec(option: str) -> str:
+    """Say where an option that ``exec`` does not know belongs."""
+    return (
+        f"exec has no option {option}: options of the command stand behind it, as in "
+        f"'rankcall exec -- torchrun {option} ...'; rankcall run takes torchrun's own options"
+    )
 
 
 def _clean_up() -> None:
@@ -96,25 +97,37 @@ def _fail(message: str) -> int:
 def _application(chosen: str | None) -> typer.Typer:
     """Make the application, with the code of the chosen command and the names of the others."""
     app = typer.Typer(
-        add_completion=False,
+        cls=_Group,
         no_args_is_help=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings=_HELP,
         help="Record every torch.distributed collective, and say which rank is slow or stuck.",
+        epilog="rankcall COMMAND -h has examples. RUN is a run directory or an archive of one.",
     )
     app.callback(invoke_without_command=True)(_without_command)
-    for name, about in _COMMANDS.items():
+    for name, entry in COMMANDS.items():
         if name == chosen:
             module = importlib.import_module(f"rankcall.cli.{name}")
-            settings = getattr(module, "CONTEXT_SETTINGS", None)
+            settings = {**_HELP, **getattr(module, "CONTEXT_SETTINGS", {})}
             app.command(name, cls=_Command, help=None, context_settings=settings)(module.command)
         else:
-            app.command(name, help=about)(_not_chosen)
+            app.command(name, help=entry.about)(_not_chosen)
     return app
 
 
+class _Group(TyperGroup):
+    """The program, whose help lists the commands by what they are for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group of commands."""
+        for group, entries in itertools.groupby(COMMANDS.items(), lambda item: item[1].group):
+            with formatter.section(group):
+                formatter.write_dl([(name, entry.about) for name, entry in entries])
+
+
 class _Command(TyperCommand):
-    """A command whose help shows a positional argument by its name alone.
+    """A command whose help has examples, and shows a positional argument by its name alone.
 
     Newer versions of typer add the Python type, such as ``<list[str]>``, also behind a metavar.
     """
@@ -126,6 +139,12 @@ class _Command(TyperCommand):
                 # An attribute of the instance hides the method. Older versions of typer do not
                 # call it.
                 vars(parameter)["display_type_rich"] = _no_type
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples. A command line is never wrapped, so that it can be copied."""
+        formatter.write("\nExamples:\n")
+        for line, about in COMMANDS[self.name or ""].examples:
+            formatter.write(f"  {line}\n      {about}\n")
 
 
 def _no_type(ctx: object) -> None:
