@@ -4,7 +4,11 @@
 
     collectives, waiting, lateness    figures of a run, on clocks made comparable
     run_tables, summary               one call from a run to all figures of a report or a page
-    snapshot, run_snapshot            where every rank stands at one moment
+    snapshot                          where every rank stands at one moment
+    run_snapshot                      one call from a run to its snapshot, by these parts:
+    last_attempt, windows             the rings that belong together, and the calls kept of each
+    process_ends, rank_states         how processes ended, and the state of each at one moment
+    node_snapshot                     the part of one node, sent to others and merged
     verdicts/                         one call from a run to its verdict; one class for each kind
     logs                              the verdict if there is nothing but logs
 """

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rankcall.analysis.run_snapshot import SnapshotBuilder, WindowMemo
-from rankcall.analysis.snapshot import (
-    Snapshot,
-)
+from rankcall.analysis.run_snapshot import SnapshotBuilder
+from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.windows import Windows
 from rankcall.budget import Budget
 from rankcall.ring.reader import Head, Ring, read_ring
 from rankcall.run.load import Run, load
@@ -23,7 +22,7 @@ class RunReader:
     def __init__(self, newest: int) -> None:
         self._newest = newest
         self._known: dict[str, Ring] = {}
-        self._memo = WindowMemo()
+        self._windows = Windows(remember=True)
 
     def load(self, where: Path) -> Run:
         """Read the rings of a run. Raises as ``run.load.load``."""
@@ -45,7 +44,7 @@ class RunReader:
             run: The run, of which a caller may have left out rings.
             window: The number of each rank's newest calls to keep.
         """
-        builder = SnapshotBuilder(run, window=window, memo=self._memo)
+        builder = SnapshotBuilder(run, window=window, windows=self._windows)
         for head in run.heads:
             builder.add(self._known[head.path.name])
         return builder.finish()
