@@ -14,9 +14,8 @@ from rankcall.analysis.verdicts.facts import (
     Fact,
     Relation,
     call_of_wait,
-    common_site,
+    fields_of_wait,
     hosts_of,
-    lines_of_site,
     ranks_of,
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate
@@ -86,16 +85,11 @@ class Alone(Kind):
         return self.finding(
             wait.waiters,
             hosts=hosts_of(snapshot, wait.waiters),
-            group=snapshot.labels[wait.group],
-            seq=wait.seq,
-            op=snapshot.op(int(wait.rows[0])),
-            since_s=age_s,
             confidence=confidence,
             said=[said],
-            shown=(),
             live=snapshot.live,
-            **lines_of_site(snapshot, common_site(snapshot, wait)),
             advice=advice,
+            **fields_of_wait(snapshot, wait),
         )
 
 

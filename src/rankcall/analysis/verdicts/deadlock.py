@@ -10,9 +10,8 @@ from rankcall.analysis.verdicts.facts import (
     Fact,
     Relation,
     call_of_wait,
-    common_site,
+    fields_of_wait,
     hosts_of,
-    lines_of_site,
     ranks_of,
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate
@@ -50,16 +49,12 @@ class Deadlock(Kind):
             cycle.ranks,
             victims=tuple(sorted(evidence.graph.victims(cycle.waits) - set(cycle.ranks))),
             hosts=hosts_of(snapshot, cycle.ranks),
-            group=snapshot.labels[longest.group],
-            seq=longest.seq,
-            op=snapshot.op(int(longest.rows[0])),
-            **lines_of_site(snapshot, common_site(snapshot, longest)),
-            since_s=longest.age_s,
             confidence="likely" if any(wait.soft for wait in cycle.waits) else "certain",
             said=[circle, *(tags or steps)],
             shown=steps,
             live=snapshot.live,
             advice=_advice(cycle),
+            **fields_of_wait(snapshot, longest),
         )
 
 

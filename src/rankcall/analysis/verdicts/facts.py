@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -234,6 +235,17 @@ def common_site(snapshot: Snapshot, wait: Wait) -> int:
 def lines_of_site(snapshot: Snapshot, number: int) -> dict[str, str]:
     """Return the fields of a finding that name the line of a call."""
     return {"call_site": snapshot.site(number), "user_line": snapshot.user_line(number)}
+
+
+def fields_of_wait(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:
+    """Return the fields of a finding that name the call that ranks wait in, and since when."""
+    return {
+        "group": snapshot.labels[wait.group],
+        "seq": wait.seq,
+        "op": snapshot.op(int(wait.rows[0])),
+        **lines_of_site(snapshot, common_site(snapshot, wait)),
+        "since_s": wait.age_s,
+    }
 
 
 def place_of(place: CodePlace) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,7 @@ from rankcall.analysis.verdicts.facts import (
     Relation,
     call_of,
     call_of_wait,
-    common_site,
+    fields_of_wait,
     hosts_of,
     last_call,
     lines_of_site,
@@ -88,6 +88,35 @@ class Kind:
             predicate=self.predicate,
             facts=tuple(dict.fromkeys((*said, *shown))),
             **fields,
+        )
+
+    def of_unended_call(
+        self, evidence: HangEvidence, wait: Wait, relation: Relation, advice: str
+    ) -> Finding:
+        """Return a finding about a call that all members have issued, and that does not end.
+
+        No rank differs from the others, so none is named, and the cause is only possible.
+        """
+        snapshot = evidence.snapshot
+        waiters = ranks_of(snapshot, wait.waiters)
+        unended = Fact(
+            relation,
+            ranks_of(snapshot, wait.present),
+            call_of_wait(snapshot, wait),
+            waiters,
+            number=wait.age_s,
+            unit="s",
+            confidence="possible",
+        )
+        return self.finding(
+            (),
+            victims=tuple(sorted(evidence.graph.victims([wait]))),
+            confidence="possible",
+            said=[unended],
+            shown=[Fact(Relation.STILL_IN_TRANSFER, waiters)],
+            live=snapshot.live,
+            advice=advice,
+            **fields_of_wait(snapshot, wait),
         )
 
 
@@ -179,7 +208,7 @@ class CulpritKind(Kind):
             "since_s": max((state.gone_s or 0.0 for state in states), default=0.0)
         }
         if longest is not None:
-            place = _place(snapshot, longest, held_s)
+            place = {**fields_of_wait(snapshot, longest), "since_s": held_s}
         return self.finding(
             ranks,
             victims=victims,
@@ -221,17 +250,6 @@ def _held_up(
     if elsewhere:
         facts.append(Fact(Relation.HELD_UP_ELSEWHERE, ranks_of(snapshot, elsewhere)))
     return facts
-
-
-def _place(snapshot: Snapshot, wait: Wait, held_s: float) -> dict[str, Any]:
-    """Return the fields of a finding that name the call that the victims are in."""
-    return {
-        "group": snapshot.labels[wait.group],
-        "seq": wait.seq,
-        "op": snapshot.op(int(wait.rows[0])),
-        **lines_of_site(snapshot, common_site(snapshot, wait)),
-        "since_s": held_s,
-    }
 
 
 def _waiting(evidence: HangEvidence, ranks: Sequence[int], waits: Sequence[Wait]) -> list[Fact]:

@@ -19,10 +19,7 @@ from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
     Relation,
-    call_of_wait,
-    common_site,
     hosts_of,
-    lines_of_site,
     ranks_of,
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate
@@ -55,30 +52,8 @@ class SlowLink(Kind):
         snapshot, wait = evidence.snapshot, evidence.stuck
         if wait is None or snapshot.calls["flags"][wait.rows[0]] & FLAG_DEVICE:
             return
-        yield self.finding(
-            (),
-            victims=tuple(sorted(evidence.graph.victims([wait]))),
-            group=snapshot.labels[wait.group],
-            seq=wait.seq,
-            op=snapshot.op(int(wait.rows[0])),
-            **lines_of_site(snapshot, common_site(snapshot, wait)),
-            since_s=wait.age_s,
-            confidence="possible",
-            said=[
-                Fact(
-                    Relation.STUCK_TRANSFER,
-                    ranks_of(snapshot, wait.present),
-                    call_of_wait(snapshot, wait),
-                    ranks_of(snapshot, wait.waiters),
-                    number=wait.age_s,
-                    unit="s",
-                    confidence="possible",
-                )
-            ],
-            shown=[Fact(Relation.STILL_IN_TRANSFER, ranks_of(snapshot, wait.waiters))],
-            live=snapshot.live,
-            advice=_where_to_look(snapshot, wait.present),
-        )
+        advice = _where_to_look(snapshot, wait.present)
+        yield self.of_unended_call(evidence, wait, Relation.STUCK_TRANSFER, advice)
 
     def in_running_job(self, recent: RecentCalls) -> Iterator[Finding]:
         """Yield the slowest links."""

@@ -12,14 +12,7 @@ import numpy as np
 
 from rankcall.analysis.snapshot import START_SEEN, Calls, Snapshot, not_started
 from rankcall.analysis.verdicts.evidence import HangEvidence
-from rankcall.analysis.verdicts.facts import (
-    Fact,
-    Relation,
-    call_of_wait,
-    common_site,
-    lines_of_site,
-    ranks_of,
-)
+from rankcall.analysis.verdicts.facts import Relation
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.wait_graph import Wait
@@ -54,30 +47,7 @@ class Stuck(Kind):
         if wait is None or not snapshot.calls["flags"][wait.rows[0]] & FLAG_DEVICE:
             return
         relation = _what_is_known(snapshot, wait)
-        yield self.finding(
-            (),
-            victims=tuple(sorted(evidence.graph.victims([wait]))),
-            group=snapshot.labels[wait.group],
-            seq=wait.seq,
-            op=snapshot.op(int(wait.rows[0])),
-            **lines_of_site(snapshot, common_site(snapshot, wait)),
-            since_s=wait.age_s,
-            confidence="possible",
-            said=[
-                Fact(
-                    relation,
-                    ranks_of(snapshot, wait.present),
-                    call_of_wait(snapshot, wait),
-                    ranks_of(snapshot, wait.waiters),
-                    number=wait.age_s,
-                    unit="s",
-                    confidence="possible",
-                )
-            ],
-            shown=[Fact(Relation.STILL_IN_TRANSFER, ranks_of(snapshot, wait.waiters))],
-            live=snapshot.live,
-            advice=_ADVICE[relation],
-        )
+        yield self.of_unended_call(evidence, wait, relation, _ADVICE[relation])
 
 
 def _what_is_known(snapshot: Snapshot, wait: Wait) -> Relation:
