@@ -9,9 +9,11 @@ import pytest
 from recorded_jobs import RecordedJobs
 from simulated_devices import Fault
 
-# 40 steps. Each computes on the device for a while, and the hosts run ahead of it.
+# 40 steps. Each computes on the device for a while, and the hosts run ahead of it. The communicator
+# is made with the group: if it were made by the first all_reduce, the rank that comes to it first
+# would wait there for as long as the other one takes to come, some 200 ms on a busy machine.
 STEPS = """
-init(); x = torch.ones(64, device="cuda")
+init(device_id=torch.device("cuda", rank)); x = torch.ones(64, device="cuda")
 parameter = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([parameter], lr=0.1)
 dist.all_reduce(x); torch.cuda.synchronize(); wait_told("ordered")
 for step in range(40):
