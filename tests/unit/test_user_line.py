@@ -184,9 +184,9 @@ def test_a_verdict_shows_the_users_line_first(hang: Diagnosis) -> None:
     both = "/u/main.py:12 (through train.py:340)"
     assert f"at {both}" in first.summary
     assert any(both in line for line in first.evidence)
-    where = verdict_of_finding(first).where
-    assert where is not None
-    assert (where[0], where[2]) == ("main.py:12 (train.py:340)", both)
+    waiting = verdict_of_finding(first).waiting
+    assert waiting is not None
+    assert (waiting[0], waiting[2]) == ("main.py:12 (train.py:340)", both)
     report = verdict_object(hang)
     assert report["findings"][0]["user_line"] == "/u/main.py:12"
     assert [rank["user_line"] for rank in report["ranks"]] == [
@@ -202,7 +202,7 @@ def test_the_tables_of_ranks_show_both_lines(hang: Diagnosis) -> None:
         "main.py:12 (train.py:340)",
         "main.py:5 (train.py:1)",
     }
-    shown = [cells(line, 4, moving=False)[4] for line in lines_of(hang)]
+    shown = [cells(hang, line, 4)[4] for line in lines_of(hang)]
     assert set(shown) == {"main.py:12 (train.py:340)", "main.py:5 (train.py:1)"}
 
 

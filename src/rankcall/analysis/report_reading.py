@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from rankcall.analysis.details import Details, detail
 from rankcall.analysis.run_snapshot import SnapshotBuilder
 from rankcall.analysis.summary import Summary, summarise
-from rankcall.analysis.verdicts import diagnose, find, judge
+from rankcall.analysis.verdicts import conclude, diagnose, find, judge
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.run.load import Progress, Run
 
@@ -45,9 +46,9 @@ def read_report(run: Run, bars: Bars = _silent) -> tuple[Summary, list[Finding]]
     return summary, [finding for finding in findings if finding.stops]
 
 
-def read_page(run: Run, bars: Bars = _silent) -> tuple[Details, list[Finding]]:
-    """Return what the HTML report shows: details, and all findings, also of what only slows."""
+def read_page(run: Run, bars: Bars = _silent) -> tuple[Details, Diagnosis]:
+    """Return what the HTML report shows: details, and the diagnosis, also of what only slows."""
     builder = SnapshotBuilder(run)
     with bars("reading records") as progress:
         details = detail(run, progress, builder.add)
-    return details, judge(run, builder.finish()).findings
+    return details, conclude(run, builder.finish())

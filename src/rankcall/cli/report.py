@@ -113,9 +113,9 @@ def _write_page(run: Run, target: Path) -> list[Problem]:
     """Write the HTML report, print its path, and return the run's problems."""
     from rankcall.report.html import render
 
-    details, findings = read_page(run, bar)
+    details, diagnosis = read_page(run, bar)
     with new_file(output(target)) as out:
-        out.write(render(details, findings).encode("utf-8", "replace"))
+        out.write(render(details, diagnosis.findings, diagnosis.kept).encode("utf-8", "replace"))
     if str(target) != "-":
         typer.echo(f"{target}: {size(target.stat().st_size)}; open it in a browser")
     return details.summary.problems

@@ -47,9 +47,10 @@ def rows(verdict: Verdict) -> list[Row]:
             place.call_site,
             place.user_line,
             place.group_size,
+            verdict.stands_at(place),
         )
         alike.setdefault(key, []).append(place)
-    table_rows = [_row(places, culprits) for places in alike.values()]
+    table_rows = [_row(verdict, places, culprits) for places in alike.values()]
     return sorted(
         table_rows,
         key=lambda row: (
@@ -62,7 +63,15 @@ def rows(verdict: Verdict) -> list[Row]:
     )
 
 
-def _row(alike: Sequence[RankPosition], culprits: set[int]) -> Row:
+def line_cell(verdict: Verdict, position: RankPosition) -> str:
+    """Name the line at which a rank stands, or else that of its call."""
+    return line_names(
+        verdict.stands_at(position) or position.call_site,
+        "" if verdict.stands_at(position) else position.user_line,
+    )
+
+
+def _row(verdict: Verdict, alike: Sequence[RankPosition], culprits: set[int]) -> Row:
     first = alike[0]
     labels = {place.group for place in alike}
     where = "no records" if first.blind else "nothing yet"
@@ -75,7 +84,7 @@ def _row(alike: Sequence[RankPosition], culprits: set[int]) -> Row:
         tuple(place.rank for place in alike),
         first.shown_state,
         where,
-        line_names(first.call_site, first.user_line),
+        line_cell(verdict, first),
         min(ages),
         max(ages),
         first.rank in culprits,

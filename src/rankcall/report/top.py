@@ -16,9 +16,9 @@ from rankcall.analysis.snapshot import RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.printable import clean
-from rankcall.report.formatting import as_text, cut, digits, line_names, percent, plural, wrapped
+from rankcall.report.formatting import as_text, cut, digits, percent, plural, wrapped
 from rankcall.report.going import LONG
-from rankcall.report.standing import named, ranks_cell, world
+from rankcall.report.standing import line_cell, named, ranks_cell, world
 
 _ROWS = 12
 _BAR = 12
@@ -136,6 +136,7 @@ def lines_of(verdict: Verdict) -> list[Line]:
             place.op,
             place.call_site,
             place.user_line,
+            verdict.stands_at(place),
         )
         alike.setdefault(key, []).append(place)
     lines = [Line(tuple(places), places[0].rank in culprits) for places in alike.values()]
@@ -160,7 +161,7 @@ def _table(verdict: Verdict, lines: Sequence[Line], width: int) -> RenderableTyp
             overflow="fold" if folds else "ellipsis",
         )
     total = max(1, len(verdict.ranks))
-    rows = [cells(line, total, moving=not verdict.findings) for line in lines]
+    rows = [cells(verdict, line, total) for line in lines]
     fixed = sum(max((len(row[i]) for row in rows), default=0) for i in (0, 1, 2, 5)) + 10
     room = max(16, width - fixed)
     place = max((cell_len(row[4]) for row in rows), default=0)  # not cut: it folds
@@ -175,9 +176,9 @@ def _table(verdict: Verdict, lines: Sequence[Line], width: int) -> RenderableTyp
     return table
 
 
-def cells(line: Line, total: int, *, moving: bool) -> list[str]:
+def cells(verdict: Verdict, line: Line, total: int) -> list[str]:
     """Return a row: ranks, a bar, the state, the call, the line, and for how long."""
-    first = line.places[0]
+    first, moving = line.places[0], not verdict.findings
     seqs = sorted({place.seq for place in line.places})
     name = numbered(first.op, seqs[0])
     if len(seqs) > 1:
@@ -195,7 +196,7 @@ def cells(line: Line, total: int, *, moving: bool) -> list[str]:
         bar(len(line.places) / total),
         first.shown_state,
         call,
-        line_names(first.call_site, first.user_line),
+        line_cell(verdict, first),
         ages,
     ]
 

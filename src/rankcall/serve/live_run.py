@@ -12,10 +12,9 @@ from rankcall.analysis.recent_figures import Figures, recent_figures
 from rankcall.analysis.run_reader import RunReader
 from rankcall.analysis.verdicts import diagnose, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
-from rankcall.analysis.verdicts.kept import kept_in
+from rankcall.analysis.verdicts.kept import kept_in, stacks_beside
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
-from rankcall.run.hangs import kept_stacks
 from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Run, load
 from rankcall.run.paths import ring_paths
@@ -182,7 +181,6 @@ def _stacks_of_watcher(verdicts: Sequence[Kept]) -> Stacks | None:
     if not verdicts:
         return None
     newest = verdicts[-1]
-    stacks = kept_stacks(newest.folder, _MOST_STACKS)
-    texts = {rank: tidy(text) for rank, text in stacks.items()}
+    texts = stacks_beside(newest)
     epoch_s = newest.verdict.origin.epoch_ns / 1e9
     return Stacks(texts, epoch_s, by_watcher=True) if texts else None

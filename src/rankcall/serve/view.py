@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from importlib import resources
 from pathlib import PurePath
 from typing import Any
@@ -18,15 +17,15 @@ from rankcall.report import top
 from rankcall.report.formatting import digits, percent, plural
 from rankcall.report.going import healthy
 from rankcall.report.html import asset, digest, environment
+from rankcall.report.html.stacks import clock, stack_rows
 from rankcall.report.html.top import FirstScreen, item_of_finding, verdict_of_finding
 from rankcall.report.standing import shortened_ranks, world
-from rankcall.run.stack_classes import StackClass, stack_classes
 from rankcall.serve.history import KEPT_S, History, Sample
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, Look
 
 SECTIONS = ("verdict", "ranks", "figures", "stacks")
 _MOST_RANK_CELLS = 2048  # with more ranks, a cell is a host
-_MOST_PLACES, _MOST_CLASSES, _MOST_PROBLEMS = 24, 12, 4
+_MOST_PLACES, _MOST_PROBLEMS = 24, 4
 _MOST_CURVES = 3
 _CHART = 420, 90
 _SILENT_S = 5.0
@@ -148,7 +147,7 @@ def _top(look: Look) -> dict[str, Any]:
         "words": state[look.state],
         "run": clean(look.run),
         "facts": facts,
-        "since": _clock(look.epoch_s) if look.state == LOST else "",
+        "since": clock(look.epoch_s) if look.state == LOST else "",
         "problem": problem,
         "tone": _tone(look),
     }
@@ -191,10 +190,6 @@ def _problems(verdict: Verdict) -> list[str]:
     shown = [clean(problem) for problem in problems[:_MOST_PROBLEMS]]
     more = len(problems) - len(shown)
     return [*shown, f"and {more:,} more (in /api/diagnosis)"] if more else shown
-
-
-def _clock(epoch_s: float) -> str:
-    return f"{datetime.fromtimestamp(epoch_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
 # --- where every rank stands ---
@@ -272,12 +267,12 @@ def _tip(line: top.Line, verdict: Verdict) -> str:
 
 def _row(line: top.Line, verdict: Verdict) -> dict[str, str]:
     total = max(1, len(verdict.ranks))
-    _, _, state, call, name, age = top.cells(line, total, moving=not verdict.findings)
+    _, _, state, call, name, age = top.cells(verdict, line, total)
     return {
         "state": clean(state),
         "call": clean(call),
         "line": clean(name),
-        "site": clean(line.places[0].shown_line),
+        "site": clean(verdict.stands_at(line.places[0]) or line.places[0].shown_line),
         "age": age,
     }
 
@@ -360,30 +355,9 @@ def _path(points: Sequence[tuple[float, float]], now: float, highest: float) -> 
 def _stacks(look: Look) -> dict[str, Any]:
     if look.stacks is None:
         return {"classes": [], "when": "", "by_watcher": False, "asked": False, "more": ""}
-    classes = stack_classes(look.stacks.by_rank)
-    rest = sum(len(stack_class.ranks) for stack_class in classes[_MOST_CLASSES:])
     return {
-        "classes": [_class(stack_class) for stack_class in classes[:_MOST_CLASSES]],
-        "when": _clock(look.stacks.epoch_s),
+        **stack_rows(look.stacks.by_rank),
+        "when": clock(look.stacks.epoch_s),
         "by_watcher": look.stacks.by_watcher,
         "asked": True,
-        "more": f"and {plural(rest, 'more rank')} with other stacks" if rest else "",
-    }
-
-
-def _class(alike: StackClass) -> dict[str, Any]:
-    line = alike.line
-    return {
-        "count": plural(len(alike.ranks), "rank"),
-        "ranks": shortened_ranks(alike.ranks),
-        "line": clean(f"{PurePath(line).name}") if line else "",
-        "frames": [
-            {
-                "name": clean(frame.name),
-                "where": clean(f"{frame.file}:{frame.line}" if frame.line else frame.file),
-                "own": bool(frame.line) and not frame.is_installed,
-            }
-            for frame in alike.frames
-        ],
-        "text": "" if alike.frames else clean(alike.text[:2000]),
     }

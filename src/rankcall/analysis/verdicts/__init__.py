@@ -144,6 +144,11 @@ def diagnose(
     the other arguments see ``snapshot_of_run``.
     """
     snapshot = snapshot_of_run(run, progress, state_of=state_of, now_ns=now_ns)
+    return conclude(run, snapshot, hang_after)
+
+
+def conclude(run: Run, snapshot: Snapshot, hang_after: float | None = None) -> Diagnosis:
+    """Judge a snapshot; if the job is over, also by what its own watcher saw."""
     diagnosis = judge(run, snapshot, hang_after)
     if snapshot.live or not diagnosis.kept:
         return diagnosis

@@ -69,7 +69,12 @@ def finding_object(finding: Finding) -> Object:
     for name in ("group", "seq", "op", "call_site", "user_line"):
         written[name] = written[name] or None
     facts = [fact_object(fact) for fact in finding.facts]
-    return {**written, "since_s": round(finding.since_s, 3), "facts": facts}
+    return {
+        **written,
+        "culprit_line": finding.culprit_line or None,
+        "since_s": round(finding.since_s, 3),
+        "facts": facts,
+    }
 
 
 def fact_object(fact: Fact) -> Object:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rankcall.analysis.verdicts.facts import Fact
+from rankcall.analysis.verdicts.facts import Fact, Relation
 from rankcall.ring.tables import both_lines
 
 HEALTHY = "healthy"
@@ -22,6 +22,16 @@ class Predicate(NamedTuple):
     def of(self, ranks: Sequence[int]) -> str:
         """Return the words for these ranks; without ranks, the title is about all of them."""
         return self.of_one if len(ranks) == 1 else self.of_several
+
+
+# The facts that say where a culprit stands, the most telling first: the call that differs, then
+# what its stack shows, then the call that it is in.
+_CULPRITS_PLACES = (
+    frozenset({Relation.ISSUED}),
+    frozenset({Relation.PASSED, Relation.SENDS, Relation.RECEIVES}),
+    frozenset({Relation.NOT_COME, Relation.STANDS_AT, Relation.SEEN_AT}),
+    frozenset({Relation.STILL_IN, Relation.NOT_STARTED, Relation.LAST_IS_IN, Relation.LEFT_BEHIND}),
+)
 
 
 HOLDS_UP = Predicate("holds the others up", "hold the others up")
@@ -59,6 +69,27 @@ class Finding:
     predicate: Predicate = HOLDS_UP
     user_line: str = ""
     facts: tuple[Fact, ...] = ()  # what the summary and the evidence state
+
+    @property
+    def culprit_line(self) -> str:
+        """The line at which the culprits stand, or of the call in which they differ; else empty.
+
+        It is empty as well if they stand at several lines. The line of a call is as in
+        ``shown_line``.
+        """
+        for relations in _CULPRITS_PLACES:
+            lines = {line for fact in self.facts if (line := self._line_in(fact, relations))}
+            if lines:
+                return lines.pop() if len(lines) == 1 else ""
+        return ""
+
+    def _line_in(self, fact: Fact, relations: frozenset[Relation]) -> str:
+        """Return the line that a fact of these relations states for some of the culprits."""
+        if fact.relation not in relations or fact.ranks is None or not fact.ranks.numbers:
+            return ""
+        if not set(fact.ranks.numbers) <= set(self.ranks):
+            return ""
+        return fact.call.line if fact.call is not None else fact.value("line")
 
     @property
     def shown_line(self) -> str:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.verdict import Kept, Verdict
-from rankcall.run.hangs import hang_folders, read_over, read_verdict, stacks_in
+from rankcall.run.hangs import hang_folders, kept_stacks, read_over, read_verdict, stacks_in
 from rankcall.run.load import Run
+from rankcall.run.stack_text import tidy
+
+_MOST_STACKS = 4096
 
 
 def kept_in(path: Path) -> list[Kept]:
@@ -25,6 +28,12 @@ def kept_in(path: Path) -> list[Kept]:
             stacks = len(stacks_in(folder))
             verdicts.append(Kept(verdict, folder, str(folder), read_over(folder), stacks))
     return verdicts
+
+
+def stacks_beside(kept: Kept) -> dict[int, str]:
+    """Return the stacks that the watcher kept with a verdict, by rank."""
+    stacks = kept_stacks(kept.folder, _MOST_STACKS)
+    return {rank: tidy(text) for rank, text in stacks.items()}
 
 
 def kept_of(run: Run) -> list[Kept]:

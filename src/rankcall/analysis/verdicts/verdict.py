@@ -7,6 +7,7 @@ Terminal, page, JSON, ``top``, the watcher and its store all get this object, an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from rankcall.analysis.pace import Pace
@@ -85,6 +86,22 @@ class Verdict:
     def culprits(self) -> set[int]:
         """All ranks that a finding names."""
         return {rank for finding in self.findings for rank in finding.ranks}
+
+    def stands_at(self, position: RankPosition) -> str:
+        """Return the line at which a culprit stands that is in no call; empty for other ranks.
+
+        Its last call, which it has left, does not say where it is.
+        """
+        return "" if position.in_call else self._lines.get(position.rank, "")
+
+    @cached_property
+    def _lines(self) -> dict[int, str]:
+        """The lines of the culprits, by the likeliest cause that names them."""
+        return {
+            rank: finding.culprit_line
+            for finding in reversed(self.findings)
+            for rank in finding.ranks
+        }
 
     @property
     def going(self) -> Going | None:

@@ -20,12 +20,15 @@ from rankcall._version import __version__
 from rankcall.analysis.details import Details
 from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import stacks_beside
+from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import ExtraMissingError
 from rankcall.printable import clean
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts
 from rankcall.report.html.curves import curves
+from rankcall.report.html.stacks import clock, stack_rows
 from rankcall.report.html.top import items, verdict
 from rankcall.report.time_sources import times_of_ops
 
@@ -38,7 +41,7 @@ _WHOLE = re.compile(
 )
 
 
-def render(details: Details, findings: Sequence[Finding] = ()) -> str:
+def render(details: Details, findings: Sequence[Finding] = (), kept: Sequence[Kept] = ()) -> str:
     """Return the page as HTML text.
 
     Every name is escaped, and control characters are replaced. The page's policy lets no other
@@ -47,6 +50,8 @@ def render(details: Details, findings: Sequence[Finding] = ()) -> str:
     Args:
         details: The figures of the run.
         findings: The diagnosis, root cause first. One that stops the run comes before the figures.
+        kept: The verdicts that the job's own watcher kept. If the run was stopped, the page shows
+            the stacks beside the newest one.
 
     Raises:
         ExtraMissingError: jinja2 is not installed.
@@ -54,9 +59,21 @@ def render(details: Details, findings: Sequence[Finding] = ()) -> str:
     template = environment().get_template("page.html.j2")
     script, style = asset("page.js"), asset("page.css")
     html: str = template.render(
-        **_content(details, findings), script=script, style=style, script_digest=digest(script)
+        **_content(details, findings),
+        stacks=_stacks(findings, kept),
+        script=script,
+        style=style,
+        script_digest=digest(script),
     )
     return html
+
+
+def _stacks(findings: Sequence[Finding], kept: Sequence[Kept]) -> dict[str, Any]:
+    if not kept or not any(finding.stops for finding in findings):
+        return {"classes": []}
+    newest = kept[-1]
+    when = clock(newest.verdict.origin.epoch_ns / 1e9)
+    return {**stack_rows(stacks_beside(newest)), "when": when}
 
 
 def digest(script: str) -> str:

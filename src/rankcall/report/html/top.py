@@ -48,7 +48,9 @@ class FirstScreen:
     detail: str
     alarm: bool
     who: tuple[str, str] | None = None
-    where: tuple[str, str, str] | None = None  # short, in words, and as it was recorded
+    # Lines: short, in words, and as they were recorded. First the culprits', then the others'.
+    where: tuple[str, str, str] | None = None
+    waiting: tuple[str, str, str] | None = None
     cost: tuple[str, str] | None = None
 
 
@@ -73,7 +75,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
     title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
     where = _where(details, first.ranks)
-    return FirstScreen(title, f"{first.text} {first.detail}", True, culprits, where, cost)
+    return FirstScreen(title, f"{first.text} {first.detail}", True, culprits, where, cost=cost)
 
 
 def verdict_of_finding(finding: Finding) -> FirstScreen:
@@ -86,19 +88,25 @@ def verdict_of_finding(finding: Finding) -> FirstScreen:
         title = f"{ranks[0].upper()}{ranks[1:]} {title}"
     else:
         title = f"The ranks: {title}"
-    where = None
+    where = waiting = None
     if finding.call_site:
         call = f"{numbered(finding.op, finding.seq)} of group {finding.group}" if finding.op else ""
-        where = (
-            line_names(finding.call_site, finding.user_line),
-            call,
-            finding.shown_line,
-        )
-    waiting = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
-    cost = (time(finding.since_s * 1e3), waiting) if finding.since_s > 0 else None
+        waiting = line_names(finding.call_site, finding.user_line), call, finding.shown_line
+    if not (finding.ranks and finding.victims and finding.stops):
+        where, waiting = waiting, None  # nobody else waits there
+    if finding.culprit_line:
+        where = _short(finding.culprit_line), "", finding.culprit_line
+    held_up = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
+    cost = (time(finding.since_s * 1e3), held_up) if finding.since_s > 0 else None
     return FirstScreen(
-        title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, cost
+        title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, waiting, cost
     )
+
+
+def _short(line: str) -> str:
+    """Write a line, or a user's line and a framework's, without their folders."""
+    user, _, framework = line.removesuffix(")").partition(" (through ")
+    return line_names(framework or user, user if framework else "")
 
 
 def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
@@ -131,7 +139,7 @@ def item_of_finding(finding: Finding) -> Item:
     sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
     evidence = "; ".join(line.rstrip(".") for line in finding.evidence)
     words = " ".join(filter(None, (evidence and f"{evidence}.", finding.advice)))
-    return Item("alarm", finding.summary + sure, words, finding.shown_line)
+    return Item("alarm", finding.summary + sure, words, finding.culprit_line or finding.shown_line)
 
 
 def _late(details: Details) -> Iterator[Item]:

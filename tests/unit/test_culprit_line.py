@@ -1,0 +1,112 @@
+"""A verdict shows where its culprit stands first, and where the others wait as a second fact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diagnosing import any_verdict, diagnose_calls, unfinished
+from worlds import MS, group_of, together
+
+from rankcall.analysis.verdicts import with_stacks
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.encoding import verdict_object
+from rankcall.cli import main
+from rankcall.job.keep import keep_verdict
+from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.report.html.top import item_of_finding, verdict_of_finding
+from rankcall.report.standing import rows
+from rankcall.report.top import cells, lines_of
+from rankcall.run.load import load
+
+WORLD = group_of(4)
+STACK = """\
+Current thread 0x1 (most recent call first):
+  File "/home/ada/train.py", line 77 in evaluate
+  File "/home/ada/train.py", line 12 in <module>"""
+
+
+@pytest.fixture
+def desync(tmp_path: Path) -> Diagnosis:
+    """Rank 0 takes another branch: it calls barrier at line 17, the others all_reduce at 23."""
+    calls = [call for seq in (1, 2, 3) for call in together(seq, [0] * 4, seq * MS, WORLD, line=5)]
+    calls += unfinished(WORLD, 4, (0,), 5 * MS, op="barrier", line=17)
+    calls += unfinished(WORLD, 4, (1, 2, 3), 5 * MS, line=23)
+    return diagnose_calls(tmp_path, calls)
+
+
+@pytest.fixture
+def missing(tmp_path: Path) -> Diagnosis:
+    """Rank 2 left line 5 and evaluates at line 77; the others wait at line 23."""
+    calls = [call for seq in (1, 2, 3) for call in together(seq, [0] * 4, seq * MS, WORLD, line=5)]
+    calls += unfinished(WORLD, 4, (0, 1, 3), 5 * MS, line=23)
+    diagnosis = diagnose_calls(tmp_path, calls)
+    return with_stacks(load(tmp_path / "run"), diagnosis, {2: STACK})
+
+
+def test_a_rank_that_calls_something_else(desync: Diagnosis) -> None:
+    """The card has rank 0's own line; that of ranks 1 to 3 is the others'."""
+    first = desync.findings[0]
+    assert (first.kind, first.ranks, first.call_site) == ("desync", (0,), "train.py:23")
+    card = verdict_of_finding(first)
+    assert card.who == ("rank 0", "on node-a")
+    assert card.where == ("train.py:17", "", "train.py:17")
+    assert card.waiting == ("train.py:23", "all_reduce #4 of group 0", "train.py:23")
+    assert item_of_finding(first).where == "train.py:17"
+    assert verdict_object(desync)["findings"][0]["culprit_line"] == "train.py:17"
+
+
+def test_a_rank_that_does_not_come(missing: Diagnosis) -> None:
+    """Card, tables and JSON have the line of its stack, not that of the call that it left."""
+    first = missing.findings[0]
+    assert (first.kind, first.ranks) == ("missing", (2,))
+    card = verdict_of_finding(first)
+    assert card.where == ("train.py:77", "", "/home/ada/train.py:77")
+    assert card.waiting is not None
+    assert card.waiting[0] == "train.py:23"
+    assert verdict_object(missing)["findings"][0]["culprit_line"] == "/home/ada/train.py:77"
+    assert {row.ranks: row.line for row in rows(missing)} == {
+        (2,): "train.py:77",
+        (0, 1, 3): "train.py:23",
+    }
+    assert [cells(missing, line, 4)[4] for line in lines_of(missing)] == [
+        "train.py:77",
+        "train.py:23",
+    ]
+    assert "train.py:77" in diagnosis_text(missing)
+
+
+def test_without_a_stack(tmp_path: Path) -> None:
+    """A line that is not known is not shown: the call that the rank has left is not where it is."""
+    calls = [*together(1, [0] * 4, MS, WORLD, line=5), *unfinished(WORLD, 2, (0, 1, 3), 5 * MS)]
+    first = diagnose_calls(tmp_path, calls).findings[0]
+    card = verdict_of_finding(first)
+    assert (first.culprit_line, card.where) == ("", None)
+    assert card.waiting is not None
+
+
+def test_culprits_at_two_lines(tmp_path: Path) -> None:
+    """No line of one culprit is shown as that of both."""
+    calls = [*together(1, [0] * 4, MS, WORLD), *unfinished(WORLD, 2, (0, 1), 5 * MS, line=23)]
+    other = STACK.replace("line 77", "line 78")
+    diagnosis = diagnose_calls(tmp_path, calls)
+    run = load(tmp_path / "run")
+    first = with_stacks(run, diagnosis, {2: STACK, 3: other}).findings[0]
+    assert (first.kind, first.ranks, first.culprit_line) == ("missing", (2, 3), "")
+    first = with_stacks(run, diagnosis, {2: STACK, 3: STACK}).findings[0]
+    assert first.culprit_line == "/home/ada/train.py:77"
+
+
+def test_the_report_has_the_watchers_stacks(tmp_path: Path, missing: Diagnosis) -> None:
+    """The page of a run that was stopped has the stacks beside the verdict, equal ones together."""
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    main(["report", str(run), "-o", str(page)])
+    assert 'id="stacks"' not in page.read_text()
+    waiting = STACK.replace("line 77 in evaluate", "line 23 in step")
+    keep_verdict(run, missing, {0: waiting, 1: waiting, 2: STACK, 3: waiting}, any_verdict)
+    main(["report", str(run), "-o", str(page)])
+    text = page.read_text()
+    section = text[text.index('<section id="stacks"') :].partition("</section>")[0]
+    assert section.count("<summary>") == 2
+    assert section.index("evaluate") < section.index("step")
+    assert "3 ranks" in section
