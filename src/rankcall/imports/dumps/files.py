@@ -17,19 +17,21 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError
 from rankcall.imports.dumps.records import DumpRecords, records_of
+from rankcall.imports.dumps.together import (
+    Part,
+    begins_like_several,
+    begins_like_tables,
+    is_table,
+    parts_of,
+)
 from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
-
-# Read one Flight Recorder dump: its records, and what it says about its groups.
-#
-# This is all that can be done with one dump alone, so several processes can do it with many.
-
 
 _MOST_TEXT = 4096  # characters of a description
 _MEMBER_TEXT = 16  # bytes of a rank in a list that is written out
@@ -40,8 +42,9 @@ _ENTRY_BYTES = 1024
 
 @dataclass
 class DumpContents:
-    """The contents of one dump."""
+    """The contents of one dump. ``rank``: who wrote it, or -1 if only the file's name tells."""
 
+    rank: int
     host: str
     groups: dict[str, tuple[str, str]]  # by name: the description, and the ranks as ``[0, 1]``
     records: DumpRecords
@@ -49,20 +52,29 @@ class DumpContents:
 
 
 class DumpAnswer(NamedTuple):
-    """The contents of a dump, or None if it is left out, and the problems that say so."""
+    """The contents of the dumps in a file; none if it is left out, and the problems that say so."""
 
-    contents: DumpContents | None
+    contents: list[DumpContents]
     problems: list[Problem]
 
 
 def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
-    """Return what a file contains. ``isolated``: see ``read_dump``."""
+    """Return what a file contains. ``isolated``: see ``read_dump``.
+
+    This is all that can be done with one file alone, so several processes can do it with many.
+    """
     problems: list[Problem] = []
     budget = Budget()  # of this file alone: the caller spends for what it keeps of all files
     try:
         with path.open("rb") as file, budget.reading(path, os.fstat(file.fileno())):
-            dump = read_dump(path, problems, isolated=isolated)
-            return DumpAnswer(_contents(path, dump, budget), problems)
+            if _kind_of(path) != "several":
+                dump = read_dump(path, problems, isolated=isolated)
+                return DumpAnswer([_contents(path, Part(-1, dump), budget)], problems)
+            contents = []
+            for part in parts_of(path, _read_bounded(path, _MOST_TOGETHER_BYTES)):
+                _check(path, part.dump, problems)
+                contents.append(_contents(path, part, budget))
+            return DumpAnswer(contents, problems)
     except CorruptRunError as error:
         problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
     except OSError as error:
@@ -73,10 +85,11 @@ def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
         problems.append(
             Problem(ProblemKind.UNREADABLE, f"{path}: damaged: {clean(str(error)[:200])}")
         )
-    return DumpAnswer(None, problems)
+    return DumpAnswer([], problems)
 
 
-def _contents(path: Path, dump: dict[str, Any], budget: Budget) -> DumpContents:
+def _contents(path: Path, part: Part, budget: Budget) -> DumpContents:
+    dump: dict[str, Any] = part.dump
     config, host = dump.get("pg_config"), dump.get("host_name")
     groups = {}
     for name, about in (config if isinstance(config, dict) else {}).items():
@@ -91,10 +104,11 @@ def _contents(path: Path, dump: dict[str, Any], budget: Budget) -> DumpContents:
             groups[str(name)] = _text(description), ranks
     budget.spend(len(dump["entries"]) * _ENTRY_BYTES)
     return DumpContents(
+        part.rank,
         clean(host[:63]) if isinstance(host, str) else "",
         groups,
         records_of(dump["entries"]),
-        path.stat().st_mtime_ns,
+        part.written_ns or path.stat().st_mtime_ns,
     )
 
 
@@ -105,6 +119,7 @@ def _text(value: Any) -> str:
 MOST_FILES = 1 << 17
 _MOST_BYTES = 1 << 27  # of a pickle; one of 2,000 entries with stacks takes 1 to 3 MB
 _MOST_JSON_BYTES = 1 << 26
+_MOST_TOGETHER_BYTES = 1 << 28  # of all ranks, in one file
 _MOST_CONTAINERS = 4_000_000  # lists, tuples and dicts of one file
 _MOST_ENTRIES = 1 << 20
 # A dump has at least one of these keys near its beginning.
@@ -151,16 +166,28 @@ def looks_like_dumps(folder: Path) -> bool:
 def find_dumps(sources: Sequence[Path]) -> list[tuple[int, Path]]:
     """Return the files that begin like a dump, and the ranks that their names tell, by rank.
 
+    A file with the dumps of several ranks has a negative number. The tables of torch's debug server
+    count only if there is nothing better, and only the newest: the server writes new ones again and
+    again.
+
     Args:
         sources: Files, or folders that are searched with the folders in them.
 
     Raises:
         CorruptRunError: There are too many dumps, or the names do not tell the ranks.
     """
-    paths = list(_candidates(sources))
-    if len(paths) > MOST_FILES:
+    kinds = [(path, _kind_of(path)) for path in _candidates(sources)]
+    if len(kinds) > MOST_FILES:
         raise CorruptRunError(f"{sources[0]}: more than {MOST_FILES:,} dumps")
-    return sorted(_ranks_of(paths).items())
+    single = [path for path, kind in kinds if kind == "one"]
+    several = [path for path, kind in kinds if kind == "several"]
+    tables = [path for path in several if is_table(path)]
+    if tables:
+        others = [path for path in several if path not in tables]
+        several = others if others or single else [max(tables, key=lambda path: path.name[-19:])]
+    return sorted(_ranks_of(single).items()) + [
+        (-1 - number, path) for number, path in enumerate(several)
+    ]
 
 
 def _candidates(sources: Iterable[Path]) -> Iterator[Path]:
@@ -169,26 +196,31 @@ def _candidates(sources: Iterable[Path]) -> Iterator[Path]:
             for folder, below, names in os.walk(source):
                 below.sort()
                 paths = [Path(folder, name) for name in sorted(names) if name[0] != "."]
-                yield from (path for path in paths if _begins_like_a_dump(path))
-        elif _begins_like_a_dump(source):
+                yield from (path for path in paths if _kind_of(path) is not None)
+        elif _kind_of(source) is not None:
             yield source
 
 
-def _begins_like_a_dump(path: Path) -> bool:
-    """Tell by its first bytes whether a file may be a pickled dict or a JSON object.
+def _kind_of(path: Path) -> Literal["one", "several"] | None:
+    """Tell by its first bytes whether a file may hold the dump of one rank, or those of several.
 
     A file without a number in its name is no rank's dump.
     """
-    if not re.search(r"\d", path.name):
-        return False
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            return False
+            return None
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except OSError:
-        return False
-    return head.lstrip()[:1] in (b"\x80", b"{") and any(key in head for key in _KEYS)
+        return None
+    if is_table(path):
+        return "several" if begins_like_tables(head) else None
+    if not any(key in head for key in _KEYS):
+        return None
+    if begins_like_several(head):
+        return "several"
+    is_one = head.lstrip()[:1] in (b"\x80", b"{") and re.search(r"\d", path.name)
+    return "one" if is_one else None
 
 
 def _ranks_of(paths: Sequence[Path]) -> dict[int, Path]:
@@ -246,18 +278,30 @@ def read_dump(path: Path, problems: list[Problem], *, isolated: bool = False) ->
     Raises:
         CorruptRunError: The file is damaged, too large, or no dump. The message names it.
     """
-    size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise CorruptRunError(f"{path}: {size:,} bytes, more than any dump of Flight Recorder")
-    raw = path.read_bytes()
+    raw = _read_bounded(path, _MOST_BYTES)
     content = _unpickle(path, raw, isolated) if raw[:1] == b"\x80" else _from_json(path, raw)
+    _check(path, content, problems)
+    checked: dict[str, Any] = content
+    return checked
+
+
+def _read_bounded(path: Path, most: int) -> bytes:
+    size = path.stat().st_size
+    if size > most:
+        raise CorruptRunError(f"{path}: {size:,} bytes, more than any dump of Flight Recorder")
+    return path.read_bytes()
+
+
+def _check(path: Path, content: Any, problems: list[Problem]) -> None:
+    """Check the form of a dump; raise ``CorruptRunError`` if it is none."""
+    if isinstance(content, dict) and "entries" not in content and "pg_config" in content:
+        content["entries"] = []  # JSON of a recorder that has recorded nothing
     if not isinstance(content, dict) or not isinstance(content.get("entries"), (list, tuple)):
         raise CorruptRunError(f"{path}: not a dump of Flight Recorder: it has no list of entries")
     entries = content["entries"]
     if len(entries) > _MOST_ENTRIES or not all(isinstance(entry, dict) for entry in entries):
         raise CorruptRunError(f"{path}: not a dump of Flight Recorder: damaged entries")
     _check_version(path, content.get("version"), problems)
-    return content
 
 
 def _check_version(path: Path, version: Any, problems: list[Problem]) -> None:

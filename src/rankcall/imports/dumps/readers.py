@@ -119,7 +119,7 @@ def _read_in_workers(
 
 
 def _left_out(file: File, why: str) -> DumpAnswer:
-    return DumpAnswer(None, [Problem(ProblemKind.LEFT_OUT, f"{file[1]}: {why}")])
+    return DumpAnswer([], [Problem(ProblemKind.LEFT_OUT, f"{file[1]}: {why}")])
 
 
 class _Reader:

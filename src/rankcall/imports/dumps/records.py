@@ -4,7 +4,9 @@ An entry has the names of its backend and op, the sizes and dtypes of its tensor
 Python stack that issued it. It does not have the root, the reduce op, tags or splits. Times are of
 the wall clock. Whether an op has ended is known from its state on NCCL. Gloo's entries stay
 ``scheduled`` and are only marked as retired when the op has ended, well or not; and if torch is
-late, some are not even marked.
+late, some are not even marked. For back ends that do not record themselves, torch does: it notes
+the start of an op only together with its end, and retires an op at once, when it is issued, if the
+back end does not tell of ends.
 """
 
 from __future__ import annotations
@@ -96,12 +98,14 @@ class DumpRecords:
 
     ``records["group"]`` and ``["call_site"]`` are indexes into ``groups`` and ``sites``. ``ended``
     marks the records whose end is known only from the retired flag: they may have failed.
+    ``endless`` marks those of back ends that do not tell of ends at all.
     """
 
     records: Records
     groups: list[GroupKey]
     sites: list[CallSite]
     ended: npt.NDArray[np.bool_]
+    endless: npt.NDArray[np.bool_]
     lost: int  # entries that were overwritten before the dump
     last_ns: int  # the newest time in it; 0: none
     on_cpu: npt.NDArray[np.bool_]
@@ -248,12 +252,16 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     status[completed > 0] = _COMPLETED
     retired = np.array([value is True for value in columns["retired"]], bool)
     on_cpu = records["device_type"] == DEVICE_TYPES.index("cpu")
-    ended = retired & on_cpu & (status == _ENQUEUED)
+    endless = _without_ends(retired, status, names)
+    ended = retired & on_cpu & (status == _ENQUEUED) & ~endless
     status[ended] = _COMPLETED
     records["status"] = status
     records["completed_ns"][on_cpu] = 0
     # With TORCH_NCCL_ENABLE_TIMING=1, entries have the times of their starts. The messages of a
-    # batch get that of their batch.
+    # batch get that of their batch. A start that is always noted with the end tells nothing: an op
+    # without it may have started.
+    if not ((records["started_ns"] > 0) & (records["started_ns"] != completed)).any():
+        records["started_ns"] = 0
     if records["started_ns"].any():
         waits = (status == _ENQUEUED) & (records["started_ns"] == 0) & ~on_cpu
         records["flags"][waits] |= FLAG_NOT_STARTED
@@ -264,11 +272,30 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
         groups.keys,
         sites.sites,
         ended[kept],
+        endless[kept],
         min(lost, _LARGEST >> 4),
         max(times, default=0),
         on_cpu[kept],
         int(_numbers(columns["timeout_ms"]).clip(0, 10**9).max(initial=0)) * 1_000_000,
     )
+
+
+def _without_ends(
+    retired: npt.NDArray[np.bool_], status: npt.NDArray[np.uint8], names: Sequence[str]
+) -> npt.NDArray[np.bool_]:
+    """Tell which entries are of a back end whose ops are retired as soon as they are issued.
+
+    Not one op of such a back end is noted as started or completed. Gloo's are not, either, but Gloo
+    retires an op when it has ended.
+    """
+    backends = np.array([name.partition(":")[0] for name in names], object)
+    issued_only = retired & (status == _ENQUEUED)
+    endless = np.zeros(len(names), bool)
+    for backend in {*backends[issued_only].tolist()} - {"gloo"}:
+        mine = backends == backend
+        if (status[mine] == _ENQUEUED).all():
+            endless |= mine & issued_only
+    return endless
 
 
 def _ends_of_batches(

@@ -86,6 +86,7 @@ def rings_of_dumps(
     _number_messages(ranks)
     now_ns = _set_times(ranks, problems)
     _judge_ends(ranks, budget)
+    _judge_endless(ranks, problems, budget)
     # The times of a ring are of a clock that begins with a host's boot.
     began_ns = min((rank.first_ns for rank in ranks if rank.first_ns), default=now_ns) - 10**9
     for rank in ranks:
@@ -96,24 +97,43 @@ def _read(sources: Sequence[Path], problems: list[Problem], budget: Budget) -> l
     ranks: list[_Rank] = []
     problems_of: dict[int, list[Problem]] = {}
     files = find_dumps(sources)
-    for (number, path), (contents, dump_problems) in read_contents(files):
+    for (number, path), (all_contents, dump_problems) in read_contents(files):
         problems_of[number] = dump_problems
-        if contents is None:
-            continue
-        try:
-            with path.open("rb") as file, budget.reading(path, os.fstat(file.fileno())):
-                rank = _rank_of(number, path, contents, dump_problems, budget)
-        except (CorruptRunError, OSError) as error:
-            dump_problems.append(Problem(ProblemKind.LEFT_OUT, str(error)))
-            continue
-        if rank is not None:
-            ranks.append(rank)
+        for contents in all_contents:
+            named = number if contents.rank < 0 else contents.rank
+            try:
+                with path.open("rb") as file, budget.reading(path, os.fstat(file.fileno())):
+                    rank = _rank_of(named, path, contents, dump_problems, budget)
+            except (CorruptRunError, OSError) as error:
+                dump_problems.append(Problem(ProblemKind.LEFT_OUT, str(error)))
+                break
+            if rank is not None:
+                ranks.append(rank)
+    _check_ranks(ranks)
     for number, _ in files:
         problems += [problem for problem in problems_of[number] if problem not in problems]
     if not ranks:
         why = problems[0].text if problems else f"{sources[0]}: there is no dump of Flight Recorder"
         raise CorruptRunError(why)
+    if not any(len(rank.content.records) for rank in ranks):
+        raise CorruptRunError(
+            f"{ranks[0].path}: no call is in this dump, nor in those of other ranks. Flight "
+            "Recorder was off (TORCH_FR_BUFFER_SIZE=2000 turns it on), or the dumps are of another "
+            "back end: torch 2.15 has the calls of NCCL in _dump_fr_trace(backend='nccl2')"
+        )
     return sorted(ranks, key=lambda rank: rank.rank)
+
+
+def _check_ranks(ranks: Sequence[_Rank]) -> None:
+    """Refuse two dumps of one rank: a file of several ranks may have one that has its own file."""
+    first: dict[int, _Rank] = {}
+    for rank in ranks:
+        other = first.setdefault(rank.rank, rank)
+        if other is not rank:
+            raise CorruptRunError(
+                f"{rank.path}: it has a dump of rank {rank.rank:,}, like {other.path}: name one "
+                "dump for each rank, of one job"
+            )
 
 
 @contextlib.contextmanager
@@ -362,6 +382,47 @@ def _mark_failed(calls: Mapping[int, _Calls], newest: Mapping[_Rank, int]) -> No
             records["status"][rank_calls.rows[ended & late & (rank_calls.seq > newest_seq)]] = (
                 _FAILED
             )
+
+
+def _judge_endless(ranks: Sequence[_Rank], problems: list[Problem], budget: Budget) -> None:
+    """Find out which calls have not ended, of back ends that do not tell.
+
+    No member can leave a collective that synchronises before all have issued it. So one that a
+    member had not issued long after is in flight. Of all others, the end is not known.
+    """
+    dumps = {rank.rank: rank for rank in ranks}
+    if any(rank.content.endless.any() for rank in ranks):
+        text = (
+            "a back end of this job does not tell when an op has ended: only calls that a member "
+            "had not issued are known to be in flight"
+        )
+        problems.append(Problem(ProblemKind.LIMITED, text))
+    for rank in ranks:
+        records, endless = rank.content.records, rank.content.endless
+        if not endless.any():
+            continue
+        waits = np.zeros(len(records), bool)
+        for number in np.unique(records["group"][endless]).tolist():
+            budget.check_time()
+            group = rank.groups[number]
+            mine = endless & (records["group"] == number) & (records["kind"] != _P2P)
+            mine &= np.isin(records["op"], _SYNCHRONISING)
+            for member in group.ranks:
+                other = dumps.get(member)
+                if other is None or other.content.lost or not other.written_ns:
+                    continue
+                newest = _newest(other, group)
+                late = records["enqueued_ns"] <= other.written_ns - _JUST_BEGUN_NS
+                waits |= mine & late & (records["seq"].astype(np.int64) > newest)
+        records["flags"][endless & ~waits] |= FLAG_ABANDONED
+
+
+def _newest(rank: _Rank, group: Group) -> int:
+    """Return the number of the last collective that a rank issued in a group; 0 if none."""
+    records = rank.content.records
+    numbers = [number for number, own in enumerate(rank.groups) if own is group]
+    mine = np.isin(records["group"], numbers) & (records["kind"] != _P2P)
+    return int(records["seq"][mine].max(initial=0))
 
 
 def _ring(rank: _Rank, world_size: int, now_ns: int, began_ns: int) -> RingSpec:
