@@ -167,9 +167,9 @@ def _of_tables(path: Path, raw: bytes) -> Iterator[Part]:
             calls_of[rank]  # a rank that has called nothing has a dump, too
     for rank, calls in sorted(calls_of.items()):
         config = {
-            name: found
+            name: group
             for name in dict.fromkeys(call.group for call in calls)
-            if (found := _config(tables, name, rank)) is not None
+            if (group := _config(tables, name, rank)) is not None
         }
         entries = [
             {
@@ -190,12 +190,14 @@ def _of_tables(path: Path, raw: bytes) -> Iterator[Part]:
 
 def _tables(raw: bytes) -> _Tables:
     tables = _Tables([], defaultdict(set), {})
-    found: dict[str, tuple[int, str]] = {}  # of each collective: its number in the group, its state
+    collectives: dict[
+        str, tuple[int, str]
+    ] = {}  # of each collective: its number in the group, its state
     newest: dict[tuple[str, int], int] = {}
     section = ""
     for line in raw[:_MOST_TABLE_BYTES].decode("utf-8", "replace").splitlines():
         if line.startswith("=== "):
-            found = {}
+            collectives = {}
         elif line.startswith("--- "):
             section = line.strip("- ")
         elif section == "Groups" and (match := _GROUP.fullmatch(line)):
@@ -203,11 +205,11 @@ def _tables(raw: bytes) -> _Tables:
         elif section == "Memberships" and (match := _MEMBER.fullmatch(line)):
             tables.members[match[1]].add(int(match[2]))
         elif section == "Collectives" and (match := _COLLECTIVE.match(line)):
-            found[match[1]] = int(match[2]), match[3]
+            collectives[match[1]] = int(match[2]), match[3]
         elif section == "NCCL Calls" and (match := _CALL.fullmatch(line)):
             key = match[2], int(match[3])
             # torch's analyser gives no number to a call that not all members have issued.
-            seq, state = found.get(match[1] or "", (newest.get(key, 0) + 1, "scheduled"))
+            seq, state = collectives.get(match[1] or "", (newest.get(key, 0) + 1, "scheduled"))
             newest[key] = seq
             sizes = json.loads(match[5]) if _SIZES.fullmatch(match[5].rstrip()) else []
             tables.calls.append(_Call(*key, seq, match[4], sizes, state))
