@@ -58,7 +58,7 @@ class RecordedJob:
                 if condition(rows):
                     return rows
             time.sleep(0.05)
-        raise AssertionError(f"waited in vain:\n{rows}\n{self.job.report()}")
+        raise AssertionError(f"waited in vain:\n{_unfinished(rows)}\n{self.job.report()}")
 
     def after_a_look(self) -> pl.DataFrame:
         """Return the records once each rank has looked once more at what its devices completed.
@@ -112,6 +112,16 @@ class RecordedJobs:
         for recorded in self._started:
             for rings in trusted_live_dirs(recorded.run_dir):
                 shutil.rmtree(rings)
+
+
+def _unfinished(rows: pl.DataFrame) -> str:
+    """Return the records without an end, for the report of a failed test."""
+    if rows.is_empty():
+        return "no records"
+    columns = ["rank", "index", "op", "seq", "peer", "status", "abandoned", "enqueued_ns"]
+    with pl.Config(tbl_rows=100, tbl_cols=-1, tbl_width_chars=200):
+        found = rows.filter(rows["completed_ns"].is_null()).select(columns)
+        return f"of {len(rows)} records, these have no end:\n{found}"
 
 
 def start_zygote() -> Zygote:

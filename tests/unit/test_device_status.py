@@ -417,3 +417,19 @@ def test_a_group_that_raises_hides_no_other() -> None:
     bench.issue(0, 5, group=1)
     bench.issue(1, 5, group=2)
     assert bench.look(5) == [(1, True)]
+
+
+def test_an_op_enqueued_during_a_look_is_not_counted_as_a_message(bench: Bench) -> None:
+    """A look takes the noted ops, then reads the status. An op may be enqueued between the two.
+
+    Its number is no message's, although the op that was noted last is a message: the message has a
+    number of its own. If the message kind counted it, the number could be of either kind for ever.
+    """
+    bench.issue(0, number=1)
+    bench.issue(1, number=1, p2p=True, watched=True)
+    bench.enqueued = 2  # the collective of record 2, which is not noted yet
+    bench.look(completed=1)
+    bench.end(1)
+    bench.issue(2, number=2)
+    ended = bench.look(completed=2)
+    assert (2, True) in ended + bench.look()

@@ -134,6 +134,7 @@ class _Kind:
     ops: deque[_Op] = field(default_factory=deque)
     met: bool = False  # whether the group issues this kind of op
     issued: int = NO_NUMBER  # the highest number so far
+    newest_has_number: bool = False  # and needs no counting
     completed: int = NO_NUMBER  # the highest number that is known to have completed
     completed_before: int = NO_NUMBER  # the same at the last look
 
@@ -141,6 +142,7 @@ class _Kind:
         self.met = True
         self.ops.append(op)
         self.issued = max(self.issued, op.number)
+        self.newest_has_number = op.number != NO_NUMBER
 
     def count_up_to(self, enqueued: int) -> None:
         """Give numbers to the ops without one: ``enqueued`` is the last number of this kind."""
@@ -155,7 +157,10 @@ class _Kind:
                 before = op.number
             op.looks += 1
         _count(unknown, before, enqueued)
-        self.issued = max(self.issued, enqueued)
+        # If the newest op's own number is lower, the last number is that of an op of either kind
+        # that was enqueued since the ops were taken, and that the next look will take.
+        if not self.newest_has_number:
+            self.issued = max(self.issued, enqueued)
 
     def may_have_completed(self, number: int, is_new: bool) -> bool:
         """Tell whether the op completed last can be the one of this kind with this number.
