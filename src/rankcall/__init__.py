@@ -18,6 +18,7 @@ _HOME = {
     "enable": "rankcall.job.attach",
     "expect": "rankcall.capture.phases",
     "load": "rankcall.run.load",
+    "within": "rankcall.job.call_deadline",
 }
 _MODULES = ("errors", "hooks", "join", "rpc", "store", "trace", "watch")
 
@@ -36,6 +37,7 @@ __all__ = [
     "store",
     "trace",
     "watch",
+    "within",
 ]
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from rankcall.capture.session import disable
     from rankcall.errors import RankcallError
     from rankcall.job.attach import enable
+    from rankcall.job.call_deadline import within
     from rankcall.run.load import Run, load
 
 

@@ -7,6 +7,7 @@ RankcallError
 ├── BackendUnavailableError (RuntimeError)  this installation or machine cannot run the back end
 ├── BarrierTimeout          (RuntimeError)  a rank did not arrive in time; also a DistStoreError
 │   └── RpcTimeout          (TimeoutError)  an RPC group did not form or end in time
+├── CallTimeout             (RuntimeError)  a call did not end by its deadline (``within``)
 ├── CaptureUnavailableError (RuntimeError)  the capture that the user named cannot work here
 ├── CorruptRunError         (ValueError)    the file or directory is not a run, or it is damaged
 ├── DeviceMapError          (ValueError)    a worker's devices or device maps break a rule
@@ -37,6 +38,7 @@ __all__ = [
     "BackendNotFoundError",
     "BackendUnavailableError",
     "BarrierTimeout",
+    "CallTimeout",
     "CaptureUnavailableError",
     "CorruptRunError",
     "DeviceMapError",
@@ -129,6 +131,29 @@ class BarrierTimeout(_Explained, RuntimeError):
         """``timeout_s``, by its name of version 0.1."""
         warn_renamed("BarrierTimeout.timeout", "timeout_s")
         return self.timeout_s
+
+
+class CallTimeout(_Explained, RuntimeError):
+    """Raised if a collective in a block of ``rankcall.within`` did not end by the deadline.
+
+    Attributes:
+        missing_ranks: The ranks that are known not to have come to it, sorted.
+        unknown_ranks: Its members that left no records on this node, sorted.
+        timeout_s: The deadline, in seconds.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_ranks: Sequence[int] = (),
+        unknown_ranks: Sequence[int] = (),
+        timeout_s: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.missing_ranks = tuple(missing_ranks)
+        self.unknown_ranks = tuple(unknown_ranks)
+        self.timeout_s = timeout_s
 
 
 class CaptureUnavailableError(RankcallError, RuntimeError):

@@ -64,7 +64,7 @@ def public_parameters() -> Iterator[tuple[str, str]]:
                 for parameter in inspect.signature(function).parameters.values():
                     where = f"{module}.{function_name}.{parameter.name}"
                     yield where, str(parameter.annotation)
-    for name in ("enable", "expect"):
+    for name in ("enable", "expect", "within"):
         for parameter in inspect.signature(getattr(rankcall, name)).parameters.values():
             yield f"rankcall.{name}.{parameter.name}", str(parameter.annotation)
 

@@ -27,6 +27,8 @@ capture/recording.py: lock: self._end_lock
     copies a list, or adds to it
 capture/phases.py: lock: _lock
     writes two fields of a mapped file
+job/call_deadline.py: lock: self._lock
+    sets the timeouts of the process's groups
 job/placement.py: lock: self._lock
     sets an attribute
 ring/writer.py: lock: self._lock
