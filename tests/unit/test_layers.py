@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 import rankcall
+from rankcall.capture.settings import Settings
 
 ROOT = Path(rankcall.__file__).parent
 
@@ -146,6 +150,46 @@ def test_optional_packages_stay_optional(path: Path) -> None:
         if str(path.relative_to(ROOT)) not in ADAPTERS:
             early = top in OPTIONAL or name.startswith(tuple(ADAPTERS.values()))
             assert not (at_import and early), f"{path}:{line}: imports {name} when imported"
+
+
+def test_the_run_directory_of_enable_is_handed_down_only(tmp_path: Path) -> None:
+    """No call from a module to one of a higher layer has an argument with ``enable``'s run_dir."""
+    import torch.distributed as dist
+
+    run_dir = tmp_path / "run"
+    calls: set[tuple[str, str, str]] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        caller = frame.f_back
+        if event != "call" or caller is None:
+            return
+        ends = [Path(code.co_filename) for code in (caller.f_code, frame.f_code)]
+        if all(ROOT in end.parents for end in ends) and _is_given(frame, run_dir):
+            units = [unit_of(end) for end in ends]
+            if units[0] and units[1]:
+                calls.add((units[0], units[1], frame.f_code.co_name))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        with rankcall.enable(run_dir, capture="python"):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.destroy_process_group()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    down = [call for call in calls if LEVEL[call[0]] > LEVEL[call[1]]]
+    assert ("job", "capture", "claim") in down  # the test sees what it looks for
+    assert [call for call in calls if LEVEL[call[0]] < LEVEL[call[1]]] == []
+
+
+def _is_given(frame: FrameType, run_dir: Path) -> bool:
+    """Return whether a call has the run directory among its arguments, as a path or in settings."""
+    count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+    given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames[:count]]
+    # Other objects that keep it, such as the recording, are passed for other reasons.
+    paths = [value.run_dir if isinstance(value, Settings) else value for value in given]
+    return any(isinstance(path, (str, Path)) and str(path) == str(run_dir) for path in paths)
 
 
 TESTS = Path(__file__).parents[1]
