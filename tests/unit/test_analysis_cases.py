@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from worlds import MS, Call, group_of, together, write_world
 
+from rankcall.analysis.arrivals import Arrivals
+from rankcall.analysis.charging import shares
 from rankcall.analysis.summary import Row, Summary, size_name, summarise
-from rankcall.analysis.waiting import Arrivals, shares
 from rankcall.record import FLAG_ANY_SOURCE, FLAG_DEVICE, bus_factor
 from rankcall.ring.tables import Group
 from rankcall.run.load import load

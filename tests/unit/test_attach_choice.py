@@ -6,25 +6,21 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from stores import kind, ranks, stores_of
 
 from rankcall.c10d.client import Over, perform
 from rankcall.c10d.requests import Steps
 from rankcall.capture.failure import cause_of
-from rankcall.job.choice import (
-    KEY,
-    Choice,
-    agree,
-    decode,
-    own_run_dir,
-    propose_in,
-    propose_new,
-    store_and_key,
-    withdraw,
-)
+from rankcall.capture.settings import read_settings
+from rankcall.job.choice import KEY, Choice, agree, decode, store_and_key
+from rankcall.job.placement import Placement
+from rankcall.job.proposals import own_run_dir, propose_in, propose_new, withdraw
+from rankcall.run.paths import ATTEMPTS
 from rankcall.testing.simulated_store import LostAnswer, Mark, Process, Simulation, World
 
 __all__ = ["kind"]  # fixture
@@ -184,3 +180,29 @@ def test_the_exception_that_ends_a_process(code: str, cause: str) -> None:
     assert repr(cause_of(SystemExit(3))) == "SystemExit(3)", "it was not because of another one"
     assert cause_of(SystemExit()) is None
     assert cause_of(None) is None
+
+
+class _NoRecording:
+    """Stands where a placement has its recording, of which it needs nothing here."""
+
+    run_dir = None
+
+
+def test_a_proposal_that_is_not_taken_is_withdrawn(tmp_path: Path) -> None:
+    """Of two ranks that propose at once, one leaves its place; a later group changes nothing."""
+    recording: Any = _NoRecording()
+    for others, is_kept in ((None, True), (Choice(tmp_path / "other"), False)):
+        store = dist.HashStore()
+        if others is not None:
+            store.set(KEY, others.encode())
+        groups = SimpleNamespace(default_pg="world", pg_map={"world": (None, store)})
+        for has_chosen in (False, True):
+            placement = Placement(recording, read_settings(tmp_path / "mine"))
+            placement._c10d = SimpleNamespace(_world=groups)
+            mine = placement._propose()
+            placement._choice = mine if has_chosen else None
+            reservation = mine.run_dir / ATTEMPTS / f"{mine.first_attempt:05d}.json"
+            assert reservation.exists()
+            choice = placement._ask(placement._propose, 20.0)
+            assert choice == others if others is not None else choice is not None
+            assert reservation.exists() == (is_kept or has_chosen)

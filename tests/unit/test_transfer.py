@@ -25,10 +25,11 @@ from rankcall.errors import RankcallError
 from rankcall.job import bundles as bundle_module
 from rankcall.job import departure, evidence
 from rankcall.job import posts as posts_module
-from rankcall.job.bundles import check_url, is_shared, keep_bundles, make_bundle, node_rings, upload
+from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings
 from rankcall.job.departure import Departure, Place
 from rankcall.job.evidence import COLLECT_TO, MOST_S, EvidenceSender
 from rankcall.job.posts import ENDED, Posts
+from rankcall.job.uploads import check_url, upload
 from rankcall.process import host_name
 from rankcall.ring.layout import read_header
 from rankcall.run.exits import Exit, note_exit, read_exits, read_states

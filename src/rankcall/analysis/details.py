@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.arrivals import Ints
 from rankcall.analysis.collectives import CollectiveTable, MessageTable, present
 from rankcall.analysis.late_lines import LateLine, late_lines
 from rankcall.analysis.lateness import Lateness, lateness
@@ -30,10 +31,7 @@ from rankcall.analysis.run_tables import (
 )
 from rankcall.analysis.summary import Summary, conclude
 from rankcall.analysis.traffic import Traffic, traffic
-from rankcall.analysis.waiting import (
-    Ints,
-    covered,
-)
+from rankcall.analysis.waiting import covered
 from rankcall.run.load import Progress, Run
 
 _SUSPECTS = 3

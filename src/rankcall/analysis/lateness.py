@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.arrivals import SYNC, Block, Floats, blocks
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
 from rankcall.analysis.run_tables import RunTables
-from rankcall.analysis.waiting import SYNC, Block, Floats, blocks
 
 MOST_ROWS = 512
 _MOST_CELLS = 1 << 20

@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.device_times import sources_of
+from rankcall.analysis.measuring import measure_collectives, measure_messages
 from rankcall.analysis.pace import pace
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.summary import Row, Source, rows_by_size
 from rankcall.analysis.verdicts.recent_calls import recent_calls
-from rankcall.analysis.waiting import (
-    WaitTotals,
-    measure_collectives,
-    measure_messages,
-    waits_of,
-)
+from rankcall.analysis.waiting import waits_of
 
 _MOST_ROWS, _MOST_LATE = 8, 3
 _LEAST_SHARE = 0.005  # of the time: less waiting names no rank

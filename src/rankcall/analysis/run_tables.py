@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.arrivals import Ints
 from rankcall.analysis.clocks import RunClocks, align_hosts, anchored
 from rankcall.analysis.collectives import (
     MISSING,
@@ -31,7 +32,7 @@ from rankcall.analysis.collectives import (
     split_by_group,
 )
 from rankcall.analysis.device_times import end_together
-from rankcall.analysis.waiting import Ints, Waits, covered, waits_of
+from rankcall.analysis.waiting import Waits, covered, waits_of
 from rankcall.record import OPS
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import CallSite, Group, Tables

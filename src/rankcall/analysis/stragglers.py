@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.waiting import Bools, Floats, Ints, WaitTotals
+from rankcall.analysis.arrivals import Bools, Floats, Ints
+from rankcall.analysis.charging import WaitTotals
 
 _SHARE = 0.4  # of all waiting, by the stragglers together
 _TIMES_OTHERS = 4.0  # waiting caused by each straggler, over the median of the others

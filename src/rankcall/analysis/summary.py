@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.device_times import TimeSources, sources_of
+from rankcall.analysis.measuring import Measured, measure_collectives, measure_messages
 from rankcall.analysis.run_tables import (
     RankRow,
     RingVisitor,
@@ -22,13 +24,7 @@ from rankcall.analysis.run_tables import (
     median_share,
 )
 from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of, slow_start
-from rankcall.analysis.waiting import (
-    Measured,
-    WaitTotals,
-    covered,
-    measure_collectives,
-    measure_messages,
-)
+from rankcall.analysis.waiting import covered
 from rankcall.problems import Problem
 from rankcall.record import BYTES_PER_GB, OPS, bus_factor
 from rankcall.run.joins import JoinSummary

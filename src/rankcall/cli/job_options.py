@@ -19,8 +19,8 @@ from rankcall import watch
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.cli.common import say
 from rankcall.errors import CaptureUnavailableError
-from rankcall.job.bundles import check_url
 from rankcall.job.evidence import COLLECT_TO
+from rankcall.job.uploads import check_url
 
 
 class Reaction(str, Enum):

@@ -1,13 +1,16 @@
-"""Evidence leaves the node: the tails of a node's rings go to another node, or to a URL.
+"""Bundles: the tails of a node's rings, with the states of its processes and their stacks.
 
 Nodes may share no disk, and the memory of a node is lost with it. At a verdict, the leader of each
 node sends a *bundle* through the job's store, and rank 0's node and the first other node that
 answers keep the bundles of all nodes in their run directories. When a rank ends, it sends a bundle
 to rank 0's node. A run directory with bundles is a run like any other.
 
-This module makes bundles, keeps those of other nodes, and writes them to a URL. ``posts`` has the
-protocol that takes them through a store, ``evidence`` sends them at a verdict, and ``departure``
-when a rank ends.
+This module makes bundles, and keeps those of other nodes. ``posts`` has the protocol that takes
+them through a store, ``evidence`` sends them at a verdict, and ``departure`` when a rank ends.
+``uploads`` writes the same files to a URL.
+
+A bundle is an archive (``rankcall.run.archive``), so everything in it is checked when it is
+unpacked: it may come from any process that reaches the store.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rankcall.errors import CorruptRunError, RankcallError, warn_once
+from rankcall.errors import CorruptRunError
 from rankcall.files import open_file, replacing
 from rankcall.folders import run_folder
 from rankcall.process import host_name
@@ -30,20 +33,10 @@ from rankcall.run.archive import pack
 from rankcall.run.exits import EXITS, STATES, describe_states, states_name
 from rankcall.run.hangs import STACKS, claim, hang_folders, next_free, stacks_in
 from rankcall.run.paths import ATTEMPTS, HANGS, TAIL, files_in, ring_paths, tail_name
-from rankcall.run.redaction import redact_text
 from rankcall.run.unpack import unpack
 
 if TYPE_CHECKING:
     from rankcall.analysis.verdicts.verdict import Kept
-
-# A bundle has the tails of one node's rings, with the states of its processes and their stacks.
-#
-# Its files can also be written to a URL, beside those of the other nodes. A copy of them on a disk
-# is a run like any other.
-#
-# A bundle is an archive (``rankcall.run.archive``), so everything in it is checked when it is
-# unpacked: it may come from any process that reaches the store.
-
 
 MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
 MOST_OF_ALL = 1 << 26  # of all bundles of a job together, as far as ranks share it evenly
@@ -51,7 +44,7 @@ Rings = dict[Path, Header]
 
 # Records of each tail; fewer if the bundle would be too large. A diagnosis needs the newest calls
 # of every rank more than the history of some.
-_NEWEST = (256, 64, 16)
+NEWEST = (256, 64, 16)
 _MOST_EXITS = 1 << 18
 _MOST_ABOUT = 1 << 20
 
@@ -96,18 +89,31 @@ def make_bundle(run_dir: Path, rings: Rings, world_size: int, node: Rings | None
         OSError: There is no room for temporary files.
     """
     most = len(rings) * min(MOST_BYTES, MOST_OF_ALL // max(1, world_size))
-    for newest in _NEWEST:
+    for newest in NEWEST:
         with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
             target = Path(scratch) / "bundle.tar.zst"
-            pack(list(_files(run_dir, rings, node or rings, newest, Path(scratch))), target, "run")
+            pack(
+                list(bundle_files(run_dir, rings, node or rings, newest, Path(scratch))),
+                target,
+                "run",
+            )
             if target.stat().st_size <= most:
                 return target.read_bytes()
     return b""
 
 
-def _files(
+def bundle_files(
     run_dir: Path, rings: Rings, node: Rings, newest: int, scratch: Path
 ) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a bundle, each with its path inside the run.
+
+    Args:
+        run_dir: The run directory of this node.
+        rings: The rings to send.
+        node: All rings of the node.
+        newest: How many records of each ring to send.
+        scratch: A folder for the tails, which are made here.
+    """
     for ring in rings:
         tail = scratch / tail_name(ring.name)
         with contextlib.suppress(CorruptRunError):  # for example, it was moved meanwhile
@@ -203,55 +209,3 @@ def _verdicts(path: Path) -> list[Kept]:
     from rankcall.analysis.verdicts.kept import kept_in
 
     return kept_in(path)
-
-
-# --- URLs: any that fsspec knows, for example ``s3://bucket/run`` ---
-
-
-def upload(url: str, run_dir: Path, rings: Rings, node: Rings) -> bool:
-    """Write the tails of these rings, with states and stacks, below a URL.
-
-    Any failure is one line on stderr. May take long: call it on a thread of its own.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
-            files = list(_files(run_dir, rings, node, _NEWEST[0], Path(scratch)))
-            if (run_dir / "run.json").is_file():
-                files.append(("run.json", run_dir / "run.json"))
-            _write(url, files)
-    except Exception as error:  # of any package that serves a protocol
-        reason = f"{redact_text(url)}: {type(error).__name__}: {redact_text(str(error))}"
-        warn_once(f"the newest records cannot be written to {reason}")
-        return False
-    return True
-
-
-def check_url(url: str) -> None:
-    """Raise ``RankcallError`` if this Python cannot write to a URL."""
-    fsspec = _fsspec()
-    try:
-        fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise RankcallError(redact_text(f"--collect-to {url}: {error}")) from None
-
-
-def _write(url: str, files: list[tuple[str, Path]]) -> None:
-    files_at, root = _fsspec().core.url_to_fs(url)
-    made = set()
-    for inside, path in files:
-        target = f"{root.rstrip('/')}/{inside}"
-        folder = target.rpartition("/")[0]
-        if folder not in made:
-            files_at.makedirs(folder, exist_ok=True)
-            made.add(folder)
-        files_at.pipe_file(target, path.read_bytes())
-
-
-def _fsspec() -> Any:
-    try:
-        import fsspec
-    except ImportError as error:
-        raise RankcallError(
-            "writing to a URL needs fsspec: pip install 'rankcall[remote]'"
-        ) from error
-    return fsspec

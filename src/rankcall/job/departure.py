@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 from rankcall.background import BackgroundCall, exit_budget
 from rankcall.c10d.requests import Steps
 from rankcall.capture.recording import RecordingEnd
-from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings, upload
+from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings
 from rankcall.job.posts import ENDED, Posts
+from rankcall.job.uploads import upload
 from rankcall.ring.layout import Header
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import Any
 
 from rankcall.background import BackgroundCall
 from rankcall.errors import warn_once
-from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings, upload
+from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings
 from rankcall.job.posts import ENDED, SETTLE_S, Posts
+from rankcall.job.uploads import upload
 from rankcall.ring.layout import Header
 
 COLLECT_TO = "RANKCALL_COLLECT_TO"  # a URL, to which each node writes its newest records

@@ -16,16 +16,8 @@ from rankcall.capture.recording import Recording
 from rankcall.capture.settings import Settings
 from rankcall.errors import warn_once
 from rankcall.folders import make_folder
-from rankcall.job.choice import (
-    Choice,
-    agree,
-    evidence_store,
-    is_elastic,
-    own_run_dir,
-    propose_in,
-    propose_new,
-    store_and_key,
-)
+from rankcall.job.choice import Choice, agree, evidence_store, is_elastic, store_and_key
+from rankcall.job.proposals import own_run_dir, propose_in, propose_new, withdraw
 
 logger = logging.getLogger("rankcall")
 
@@ -117,7 +109,11 @@ class Placement:
         if group is None:
             raise RuntimeError("the default process group is gone")
         store, key = store_and_key(self._c10d._world.pg_map[group][1])
-        return perform(store, seconds, agree(key, propose), over=Over.CALLERS)
+        choice = perform(store, seconds, agree(key, propose), over=Over.CALLERS)
+        # Once this rank has a choice, it records there, even if a later group finds another one.
+        if self._choice is None and self._mine is not None and choice not in (None, self._mine):
+            withdraw(self._mine)
+        return choice
 
     # --- on other threads ---
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
+from rankcall.analysis.measuring import measure_collectives, measure_messages
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of
 from rankcall.analysis.verdicts.evidence import SYNC
@@ -25,7 +27,7 @@ from rankcall.analysis.verdicts.facts import (
 from rankcall.analysis.verdicts.finding import Finding, Predicate, less_sure
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
-from rankcall.analysis.waiting import WaitTotals, measure_collectives, measure_messages, waits_of
+from rankcall.analysis.waiting import waits_of
 from rankcall.record import FLAG_DEVICE, OPS
 from rankcall.ring.tables import both_lines
 
