@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall.export import export
-from rankcall.export.perfetto_packets import Messages, number, text, track_numbers
+from rankcall.export.perfetto_tracks import track_numbers
+from rankcall.export.protobuf import Messages, number, text
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.ring.tables import Group
 from rankcall.run.load import load

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.clocks import RunClocks, align
-from rankcall.export.perfetto_packets import track_numbers
+from rankcall.export.perfetto_tracks import track_numbers
 from rankcall.files import make_output_folder, new_file
 from rankcall.imports.dumps.records import TORCH_DTYPES
 from rankcall.record import (

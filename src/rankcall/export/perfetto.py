@@ -22,15 +22,9 @@ import numpy.typing as npt
 
 from rankcall.analysis.clocks import RunClocks, align
 from rankcall.analysis.collectives import Session, sessions_of
-from rankcall.export.perfetto_packets import (
-    _PACKET,
-    Interned,
-    Messages,
-    Tracks,
-    message,
-    number,
-    track_numbers,
-)
+from rankcall.export.perfetto_names import Interned
+from rankcall.export.perfetto_tracks import PACKET, Tracks, track_numbers
+from rankcall.export.protobuf import Messages, message, number
 from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES, has_duration
 from rankcall.ring.reader import Records, Ring
 from rankcall.ring.tables import UNKNOWN_GROUP, Group
@@ -76,15 +70,15 @@ def _chunks(count: int) -> Iterator[slice]:
 
 def _packed(packets: bytes) -> bytes:
     """Return packets as one compressed packet."""
-    return message(_PACKET, message(_COMPRESSED, zlib.compress(packets, 1)))
+    return message(PACKET, message(_COMPRESSED, zlib.compress(packets, 1)))
 
 
 def _start() -> bytes:
     """Return the packets that begin the sequence; its times count from the epoch."""
     flags = number(_SEQUENCE, 1) + number(_FLAGS, _CLEARED)
     clocks = [message(1, number(1, clock), number(2, 1)) for clock in (_BOOTTIME, _REALTIME)]
-    return message(_PACKET, flags) + message(
-        _PACKET, number(_SEQUENCE, 1), message(_CLOCK_SNAPSHOT, *clocks)
+    return message(PACKET, flags) + message(
+        PACKET, number(_SEQUENCE, 1), message(_CLOCK_SNAPSHOT, *clocks)
     )
 
 
@@ -92,12 +86,7 @@ def _news(names: Interned) -> bytes:
     fresh = names.news()
     if not fresh:
         return b""
-    return message(
-        _PACKET, number(_SEQUENCE, 1), number(_FLAGS, _NEEDED), message(_INTERNED, fresh)
-    )
-
-
-# --- the ops of a ring as slices ---
+    return message(PACKET, number(_SEQUENCE, 1), number(_FLAGS, _NEEDED), message(_INTERNED, fresh))
 
 
 class Events:
@@ -219,7 +208,7 @@ def _optional(records: Records, ring: Ring) -> dict[str, npt.NDArray[np.bool_]]:
 def _packet(times: Ints, event: Messages) -> Messages:
     """Return TracePackets with one TrackEvent each, as entries of a Trace."""
     inner = Messages(len(times)).numbers(_TIMESTAMP, times).constant(_HEAD).messages(_EVENT, event)
-    return Messages(len(times)).messages(_PACKET, inner)
+    return Messages(len(times)).messages(PACKET, inner)
 
 
 def _codes(column: npt.NDArray[np.generic], number_of: Callable[[int], int]) -> Hashes:

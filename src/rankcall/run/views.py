@@ -57,9 +57,6 @@ class Answers:
     nodes: tuple[NodeAnswer, ...] = ()
 
 
-# --- the page's side ---
-
-
 def note_viewer(run: Path) -> None:
     """Note that somebody looks at a run. Raises nothing; the job may be over."""
     for folder in trusted_live_dirs(run):
@@ -108,9 +105,6 @@ def _decoded(head: bytes, data: bytes) -> Answers:
         str(header["problem"]),
         tuple(nodes),
     )
-
-
-# --- the leader's side ---
 
 
 class ViewerFile:

@@ -246,10 +246,7 @@ def _as_ring(recording: Recording, records: Rows, tables: Tables, missed: int) -
     return Ring(path, header, records, tables, missed)
 
 
-# --- all traces that are switched on in this process ---
-
-
-_live: list[Trace] = []
+_live: list[Trace] = []  # those that are switched on in this process
 _registered = False
 
 

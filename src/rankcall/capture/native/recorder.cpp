@@ -166,39 +166,36 @@ PyObject* py_sleep(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Take the notes of ops on devices that were issued since the last call, as device_status.py's DeviceOp.
-PyObject* py_take_device_ops(PyObject*, PyObject* capsule) {
-  const std::vector<DeviceOp> ops = holder_of(capsule)->recorder->device_ops.take();
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(ops.size()));
+// Return a list of what `make` makes of each item; null, with an exception set, if it cannot make one.
+template <class Item, class Make>
+PyObject* list_of(const std::vector<Item>& items, Make make) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(items.size()));
   if (!list) return nullptr;
-  for (size_t i = 0; i < ops.size(); i++) {
-    PyObject* op = Py_BuildValue("KILOKOKO", static_cast<unsigned long long>(ops[i].index), ops[i].group,
-                                 static_cast<long long>(ops[i].number), ops[i].p2p ? Py_True : Py_False,
-                                 static_cast<unsigned long long>(ops[i].block), ops[i].watched ? Py_True : Py_False,
-                                 static_cast<unsigned long long>(ops[i].stream), ops[i].in_stream ? Py_True : Py_False);
-    if (!op) {
+  for (size_t i = 0; i < items.size(); i++) {
+    PyObject* made = make(items[i]);
+    if (!made) {
       Py_DECREF(list);
       return nullptr;
     }
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), op);
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), made);
   }
   return list;
 }
 
+// Take the notes of ops on devices that were issued since the last call, as device_status.py's DeviceOp.
+PyObject* py_take_device_ops(PyObject*, PyObject* capsule) {
+  return list_of(holder_of(capsule)->recorder->device_ops.take(), [](const DeviceOp& op) {
+    return Py_BuildValue("KILOKOKO", static_cast<unsigned long long>(op.index), op.group,
+                         static_cast<long long>(op.number), op.p2p ? Py_True : Py_False,
+                         static_cast<unsigned long long>(op.block), op.watched ? Py_True : Py_False,
+                         static_cast<unsigned long long>(op.stream), op.in_stream ? Py_True : Py_False);
+  });
+}
+
 // Take the indexes of the records that futures have ended since the last call.
 PyObject* py_take_ended_device_ops(PyObject*, PyObject* capsule) {
-  const std::vector<uint64_t> ended = holder_of(capsule)->recorder->device_ops.take_ended();
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(ended.size()));
-  if (!list) return nullptr;
-  for (size_t i = 0; i < ended.size(); i++) {
-    PyObject* index = PyLong_FromUnsignedLongLong(ended[i]);
-    if (!index) {
-      Py_DECREF(list);
-      return nullptr;
-    }
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), index);
-  }
-  return list;
+  return list_of(holder_of(capsule)->recorder->device_ops.take_ended(),
+                 [](uint64_t index) { return PyLong_FromUnsignedLongLong(index); });
 }
 
 // End records that have not ended: completed at `time_ns`, or abandoned if that is 0.
