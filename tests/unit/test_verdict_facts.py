@@ -373,6 +373,11 @@ LINES = [
         None,
     ),
     (
+        of(R.LAST_ISSUED, 3, CALL),
+        "rank 2: issued all_reduce #7 of group 0 at train.py:9 3.0 s ago, end unknown",
+        None,
+    ),
+    (
         of(R.LAST_FAILED, 3, CALL),
         "rank 2: all_reduce #7 of group 0 at train.py:9 failed 3.0 s ago",
         None,

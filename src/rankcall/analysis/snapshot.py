@@ -7,15 +7,15 @@ that differences between hosts' clocks do not matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rankcall.problems import Problem
-from rankcall.record import FLAG_ABANDONED, FLAG_NOT_STARTED, KINDS, OPS, STATUSES
+from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, FLAG_NOT_STARTED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, both_lines
 from rankcall.run.load import label_groups
 
@@ -25,6 +25,11 @@ ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
 COLLECTIVE, P2P = KINDS.index("collective"), KINDS.index("p2p")
 COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
 OUTSIDE = -2  # a root or peer outside the group
+# How a rank stands with its call; the values are those of JSON.
+IN, LEFT, FAILED_IN, END_UNKNOWN = "in", "left", "failed", "end_unknown"
+# The end of an op on a device is noticed up to so many s late. Until an op is older, it is not
+# known whether it has ended.
+NOTICED_S = 2.0
 SEND, RECV = OPS.index("send"), OPS.index("recv")
 
 # In the ``flags`` of a call, beside those of its record.
@@ -172,6 +177,17 @@ def unfinished(calls: Calls) -> Bools:
     return in_flight
 
 
+def end_unknown(calls: Calls) -> Bools:
+    """Return which calls may have ended or not: they were issued, and nothing more is known.
+
+    Their end cannot be known (``FLAG_ABANDONED``), or their device may have ended them since
+    rankcall looked.
+    """
+    new = (calls["flags"] & FLAG_DEVICE != 0) & (calls["age_s"] < NOTICED_S)
+    unknown: Bools = (calls["status"] < COMPLETED) & (new | (calls["flags"] & FLAG_ABANDONED != 0))
+    return unknown
+
+
 def not_started(calls: Calls) -> Bools:
     """Return which calls in flight their device is known not to have started.
 
@@ -214,17 +230,45 @@ def invalid_calls(calls: Calls) -> Bools:
     return invalid
 
 
+class Standings(NamedTuple):
+    """Where the ranks stand that have issued calls, in rank order.
+
+    Attributes:
+        rows: The row of each rank's call.
+        how: How the rank stands with it: ``IN``, ``LEFT``, ``FAILED_IN`` or ``END_UNKNOWN``.
+    """
+
+    rows: npt.NDArray[np.int64]
+    how: list[str]
+
+
+def standings(calls: Calls) -> Standings:
+    """Return where each rank stands. Whatever shows a rank's place takes it from here.
+
+    A rank is in the oldest call that it is stuck in. Otherwise it stands with its newest call: it
+    has left that, or the end is not known.
+    """
+    unknown, failed = end_unknown(calls), failed_for_good(calls)
+    stuck = (unfinished(calls) & ~unknown) | failed
+    order = np.lexsort((calls["index"], ~stuck, calls["rank"]))
+    _, first = np.unique(calls["rank"][order], return_index=True)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    rows = np.where(stuck[order[first]], order[first], order[last])
+    choices = [failed[rows], stuck[rows], unknown[rows]]
+    how = np.select(choices, [FAILED_IN, IN, END_UNKNOWN], LEFT)
+    return Standings(rows, how.tolist())
+
+
 @dataclass(frozen=True)
 class RankPosition:
-    """A rank's process, and the call that the rank is in, or its last one.
+    """A rank's process, and the call that the rank stands with.
 
-    ``in_call``: the rank has not left ``op`` yet; else ``op`` is the last one that it left.
-    ``age_s``: since it came to the call, or left it; 0 without any call.
+    ``how``: ``IN``, ``LEFT``, ``FAILED_IN`` or ``END_UNKNOWN``; empty without any call.
+    ``age_s``: since it left the call, or, if it is not known to have left it, since it issued it.
     """
 
     process: RankState
-    in_call: bool = False
-    failed: bool = False
+    how: str = ""
     group: str = ""
     group_size: int = 0  # 0: not known
     seq: int = 0
@@ -232,6 +276,16 @@ class RankPosition:
     call_site: str = ""
     user_line: str = ""  # the user's own, if the call site is a framework's
     age_s: float = 0.0
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the rank has not left the call."""
+        return self.how in (IN, FAILED_IN)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call failed."""
+        return self.how == FAILED_IN
 
     @property
     def rank(self) -> int:
@@ -259,38 +313,26 @@ class RankPosition:
 
 def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
     """Return the position of every rank, in rank order."""
-    calls = snapshot.calls
-    stuck = unfinished(calls) | failed_for_good(calls)
-    order = np.lexsort((calls["index"], ~stuck, calls["rank"]))
-    # For each rank the oldest call that it is stuck in, or else its newest one.
-    _, first = np.unique(calls["rank"][order], return_index=True)
-    last = np.append(first[1:], len(order))[: len(first)] - 1
-    rows = np.where(stuck[order[first]], order[first], order[last])
-    at = {call[0]: call for call in _calls_at(calls[rows], stuck[rows])}
+    rows, how = standings(snapshot.calls)
+    calls = snapshot.calls[rows]
+    numbers = (calls[name].tolist() for name in ("rank", "group", "seq", "op", "site"))
+    since_end = (np.array(how) == LEFT) & ~np.isnan(calls["ended_s"])
+    age = np.where(since_end, calls["ended_s"], calls["age_s"])
+    at = {call[0]: call for call in zip(*numbers, how, age.tolist(), strict=True)}
     return [_position(snapshot, state, at.get(state.rank)) for state in snapshot.ranks]
 
 
-# Rank, group, seq, op and site of a call, whether it is stuck, whether it failed, its age in s.
-_Call = tuple[int, int, int, int, int, bool, bool, float]
-
-
-def _calls_at(calls: Calls, stuck: Bools) -> Iterator[_Call]:
-    """Return what ``RankPosition`` shows of some calls."""
-    numbers = (calls[name].tolist() for name in ("rank", "group", "seq", "op", "site"))
-    over = ~stuck & ~np.isnan(calls["ended_s"])
-    age = np.where(over, calls["ended_s"], calls["age_s"])
-    failed = stuck & (calls["status"] == FAILED)
-    return zip(*numbers, stuck.tolist(), failed.tolist(), age.tolist(), strict=True)
+# Rank, group, seq, op and site of a call, how the rank stands with it, and the age in s.
+_Call = tuple[int, int, int, int, int, str, float]
 
 
 def _position(snapshot: Snapshot, state: RankState, call: _Call | None) -> RankPosition:
     if call is None:
         return RankPosition(state)
-    _, group, seq, op, site, stuck, failed, age = call
+    _, group, seq, op, site, how, age = call
     return RankPosition(
         state,
-        stuck,
-        failed,
+        how,
         snapshot.labels[group],
         len(snapshot.groups[group].ranks),
         seq,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.snapshot import END_UNKNOWN, FAILED_IN, IN, LEFT, RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import numbered
 from rankcall.ranks import format_ranks
@@ -40,8 +40,7 @@ def rows(verdict: Verdict) -> list[Row]:
         key = (
             place.rank in culprits,
             place.shown_state,
-            place.in_call,
-            place.failed,
+            place.how,
             place.op,
             place.seq,
             place.call_site,
@@ -74,11 +73,10 @@ def line_cell(verdict: Verdict, position: RankPosition) -> str:
 def _row(verdict: Verdict, alike: Sequence[RankPosition], culprits: set[int]) -> Row:
     first = alike[0]
     labels = {place.group for place in alike}
-    where = "no records" if first.blind else "nothing yet"
+    where = no_call(first)
     if first.op:
-        verb = "failed in" if first.failed else "in" if first.in_call else "left"
         group = f"group {first.group}" if len(labels) == 1 else f"{len(labels):,} groups"
-        where = f"{verb} {numbered(first.op, first.seq)}, {group}"
+        where = with_verb(first.how, f"{numbered(first.op, first.seq)}, {group}")
     ages = [place.age_s for place in alike]
     return Row(
         tuple(place.rank for place in alike),
@@ -90,6 +88,24 @@ def _row(verdict: Verdict, alike: Sequence[RankPosition], culprits: set[int]) ->
         first.rank in culprits,
         first.in_call,
     )
+
+
+def with_verb(how: str, call: str) -> str:
+    """Write how a rank stands with a call: ``left all_reduce #7``."""
+    return _VERBS[how].format(call)
+
+
+_VERBS = {
+    IN: "in {}",
+    LEFT: "left {}",
+    FAILED_IN: "failed in {}",
+    END_UNKNOWN: "issued {}, end unknown",
+}
+
+
+def no_call(position: RankPosition) -> str:
+    """Write where a rank stands that has no call on record."""
+    return "no records" if position.blind else "nothing yet"
 
 
 def since_cell(row: Row) -> str:

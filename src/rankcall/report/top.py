@@ -12,16 +12,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.snapshot import END_UNKNOWN, LEFT, RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.printable import clean
 from rankcall.report.formatting import as_text, cut, digits, percent, plural, wrapped
 from rankcall.report.going import LONG
-from rankcall.report.standing import line_cell, named, ranks_cell, world
+from rankcall.report.standing import line_cell, named, no_call, ranks_cell, with_verb, world
 
 _ROWS = 12
 _BAR = 12
+_STYLES = {"": "dim", LEFT: "dim", END_UNKNOWN: "italic cyan"}
 _FILL = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█")
 
 
@@ -131,8 +132,7 @@ def lines_of(verdict: Verdict) -> list[Line]:
         key = (
             place.rank in culprits,
             place.shown_state,
-            place.failed,
-            moving or place.in_call,
+            place.how if place.failed or not moving else "",
             place.op,
             place.call_site,
             place.user_line,
@@ -168,7 +168,7 @@ def _table(verdict: Verdict, lines: Sequence[Line], width: int) -> RenderableTyp
     call = max((len(row[3]) for row in rows), default=0)
     call = min(call, max(room - place, room // 2))
     for line, row in zip(lines, rows, strict=True):
-        style = "bold red" if line.named else "" if line.places[0].in_call else "dim"
+        style = "bold red" if line.named else _STYLES.get(line.places[0].how, "")
         row[3] = cut(row[3], call)
         texts = [Text(clean(cell)) for cell in row]
         texts[1] = Text(row[1], "red" if line.named else "cyan")
@@ -184,12 +184,11 @@ def cells(verdict: Verdict, line: Line, total: int) -> list[str]:
     if len(seqs) > 1:
         name = f"{first.op} #{seqs[0]}–{seqs[-1]}"
     if not first.op:
-        call = "no records" if first.blind else "nothing yet"
+        call = no_call(first)
+    elif moving and not first.failed:
+        call = name
     else:
-        verb = (
-            "failed in " if first.failed else "" if moving else "in " if first.in_call else "left "
-        )
-        call = f"{verb}{name}"
+        call = with_verb(first.how, name)
     ages = "" if not first.op or (moving and line.longest < 1) else _age(line.longest)
     return [
         ranks_cell([place.rank for place in line.places]),

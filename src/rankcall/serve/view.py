@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
-from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.snapshot import END_UNKNOWN, RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.printable import clean
 from rankcall.report import top
@@ -39,6 +39,7 @@ STANDINGS = {
     "silent": "silent",
     "unknown": "no records",
     "call": "in a call",
+    "issued": "issued, end unknown",
     "code": "in no call",
     "ended": "ended",
 }
@@ -247,6 +248,8 @@ def _standing(position: RankPosition, culprits: set[int]) -> str:
         return "stopped"
     if state.mute_s > _SILENT_S:
         return "silent"
+    if position.how == END_UNKNOWN:
+        return "issued"
     return "call" if position.in_call else "code"
 
 

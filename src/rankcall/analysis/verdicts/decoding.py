@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankcall.analysis.snapshot import RankPosition, RankState
+from rankcall.analysis.snapshot import END_UNKNOWN, FAILED_IN, IN, LEFT, RankPosition, RankState
 from rankcall.analysis.verdicts.encoding import LISTS
 from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
 from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding
@@ -84,8 +84,7 @@ def _position_from(values: Mapping[str, Any]) -> RankPosition:
             closed=values.get("closed") is True,
             blind=values.get("blind") is True,
         ),
-        values["in_call"] is True,
-        values["failed"] is True,
+        _how_from(values),
         _text(values["group"] or ""),
         _whole(values.get("group_size") or 0),
         _whole(values["seq"] or 0),
@@ -96,6 +95,17 @@ def _position_from(values: Mapping[str, Any]) -> RankPosition:
     )
 
 
+def _how_from(values: Mapping[str, Any]) -> str:
+    """Read how a rank stands with its call; before version 0.2, two keys said so."""
+    how = values.get("stands")
+    if how in _STANDS:
+        return str(how)
+    if not values["op"]:
+        return ""
+    return FAILED_IN if values["failed"] is True else IN if values["in_call"] is True else LEFT
+
+
+_STANDS = (IN, LEFT, FAILED_IN, END_UNKNOWN)
 _MODEL: dict[str, Any] = vars(Finding("", ()))
 
 

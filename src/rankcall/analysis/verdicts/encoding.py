@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.snapshot import END_UNKNOWN, RankPosition
 from rankcall.analysis.verdicts.facts import Fact, Ranks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Kept, Verdict
@@ -129,7 +129,8 @@ def _rank_object(position: RankPosition) -> Object:
         "state": process.state,
         "blind": process.blind,
         "closed": process.closed,
-        "in_call": position.in_call,
+        "stands": position.how or None,
+        "in_call": None if position.how == END_UNKNOWN else position.in_call,
         "failed": position.failed,
         "group": position.group or None,
         "group_size": position.group_size or None,

@@ -34,6 +34,11 @@ def _last_is_in(fact: Fact, live: bool) -> str:
     return f"{_rank_alone(fact)}: in {name_call(call_in(fact))} for {duration(time_of(fact))}"
 
 
+def _last_issued(fact: Fact, live: bool) -> str:
+    when = ago(live, time_of(fact))
+    return f"{_rank_alone(fact)}: issued {name_call(call_in(fact))} {when}, end unknown"
+
+
 def _last_failed(fact: Fact, live: bool) -> str:
     return f"{_rank_alone(fact)}: {name_call(call_in(fact))} failed {ago(live, time_of(fact))}"
 
@@ -132,6 +137,7 @@ def _earlier_wait(fact: Fact, live: bool) -> str:
 LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.LAST_LEFT: _last_left,
     Relation.LAST_IS_IN: _last_is_in,
+    Relation.LAST_ISSUED: _last_issued,
     Relation.LAST_FAILED: _last_failed,
     Relation.ISSUED_NOTHING: lambda fact, live: f"{_rank_alone(fact)}: it has issued nothing",
     Relation.WAITS_IN: _waits_in,

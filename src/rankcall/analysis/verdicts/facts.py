@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from rankcall.analysis.snapshot import COMPLETED, FAILED, SEND, Snapshot
+from rankcall.analysis.snapshot import (
+    END_UNKNOWN,
+    FAILED_IN,
+    IN,
+    LEFT,
+    SEND,
+    Snapshot,
+    standings,
+)
 from rankcall.analysis.verdicts.wait_graph import Wait
 from rankcall.run.frames import CodePlace
 
@@ -66,8 +74,9 @@ class Relation(str, Enum):
     WAITS_IN_TURN = "waits_in_turn"  # for ranks that are held up
     WAITS_FOR = "waits_for"  # ranks are in the call, and others have not come to it
     LAST_LEFT = "last_left"  # the rank's newest call, which has ended
-    LAST_IS_IN = "last_is_in"  # the rank's newest call, which has not ended
-    LAST_FAILED = "last_failed"  # the rank's newest call, which failed
+    LAST_IS_IN = "last_is_in"  # the call that the rank is in: its oldest that has not ended
+    LAST_ISSUED = "last_issued"  # the rank's newest call, whose end is not known
+    LAST_FAILED = "last_failed"  # the call that failed on the rank
     ISSUED_NOTHING = "issued_nothing"  # the rank has no call on record
 
     # Members that do not issue the same call.
@@ -260,22 +269,26 @@ def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:
 
 
 def last_call(snapshot: Snapshot, rank: int) -> Fact:
-    """Return a rank's newest call, and since when it is in it or has left it."""
+    """Return the call that a rank stands with, and since when it is in it or has left it."""
     rows = np.flatnonzero(snapshot.calls["rank"] == rank)
     ranks = ranks_of(snapshot, (rank,))
     if not len(rows):
         return Fact(Relation.ISSUED_NOTHING, ranks)
-    row = int(rows[np.argmax(snapshot.calls["index"][rows])])
+    own = standings(snapshot.calls[rows])
+    row, how = int(rows[own.rows[0]]), own.how[0]
     ended, age = (float(snapshot.calls[name][row]) for name in ("ended_s", "age_s"))
-    call, status = call_of(snapshot, row), snapshot.calls["status"][row]
-    if status == FAILED:
-        return Fact(Relation.LAST_FAILED, ranks, call, number=ended, unit="s")
-    if np.isnan(ended):
-        # A device's calls can have ended without a time.
-        relation = Relation.LAST_LEFT if status == COMPLETED else Relation.LAST_IS_IN
-        seconds = None if status == COMPLETED else age
-        return Fact(relation, ranks, call, number=seconds, unit="s")
-    return Fact(Relation.LAST_LEFT, ranks, call, number=ended, unit="s")
+    seconds: float | None = age if how in (IN, END_UNKNOWN) else ended
+    if how == LEFT and np.isnan(ended):  # a device's call can have ended without a time
+        seconds = None
+    return Fact(_LAST[how], ranks, call_of(snapshot, row), number=seconds, unit="s")
+
+
+_LAST = {
+    IN: Relation.LAST_IS_IN,
+    LEFT: Relation.LAST_LEFT,
+    FAILED_IN: Relation.LAST_FAILED,
+    END_UNKNOWN: Relation.LAST_ISSUED,
+}
 
 
 def not_known(snapshot: Snapshot, ranks: Sequence[int], why: str = "no records") -> Fact:

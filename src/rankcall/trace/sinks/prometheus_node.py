@@ -16,7 +16,7 @@ import numpy as np
 
 from rankcall.analysis.recent_figures import recent_figures
 from rankcall.analysis.run_reader import RunReader
-from rankcall.analysis.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, unfinished
+from rankcall.analysis.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, end_unknown, unfinished
 from rankcall.analysis.summary import size_name
 from rankcall.background import holding
 from rankcall.capture import session
@@ -139,7 +139,8 @@ class PrometheusNode:
             if row.busbw_gbps is not None and np.isfinite(row.busbw_gbps):
                 labels = [*host, row.op, row.group, size_name(row.bucket)]
                 busbw.add_metric(labels, row.busbw_gbps * 1e9)
-        oldest = float(np.max(calls["age_s"][unfinished(calls)], initial=0.0))
+        in_flight = unfinished(calls) & ~end_unknown(calls)
+        oldest = float(np.max(calls["age_s"][in_flight], initial=0.0))
         return [
             ranks,
             busbw,
