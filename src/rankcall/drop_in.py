@@ -50,6 +50,7 @@ DESCRIPTION = (
     Field("algbw_gbps", "algbw_gbps"),
     Field("busbw_gbps", "busbw_gbps"),
     Field("step", "step"),
+    Field("end_unknown", "end_unknown", is_optional=True),
 )
 
 # The fields of ``hooks.CollectiveStatus``, in their order, and the facts. ``backend``,

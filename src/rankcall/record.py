@@ -303,6 +303,10 @@ DERIVED_FACTS = {
         "How long the op took on this rank, in ms. Null if that is not known: the op is in flight, "
         "failed, was never waited for, or runs on a device without device times."
     ),
+    "end_unknown": (
+        "True if the op was issued and its end is not known: it is in flight, or it is "
+        "`abandoned`. Otherwise null, and left out of descriptions."
+    ),
     "algbw_gbps": "S / t of nccl-tests, with this rank's own duration, in GB/s.",
     "busbw_gbps": "`algbw_gbps` times f.",
     "gpu_serial": "The serial number of the rank's device: the variable `GPU_SERIAL`.",

@@ -19,7 +19,7 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 from rankcall.export import export
 from rankcall.export.perfetto_tracks import track_numbers
 from rankcall.export.protobuf import Messages, number, text
-from rankcall.record import FLAG_ANY_SOURCE
+from rankcall.record import FLAG_ABANDONED, FLAG_ANY_SOURCE, FLAG_DEVICE
 from rankcall.ring.tables import Group
 from rankcall.run.load import load
 from rankcall.testing.model import Op
@@ -57,6 +57,27 @@ def decoded(trace: bytes) -> list[Any]:
         for packed in outer.packet
         for packet in proto.Trace.FromString(zlib.decompress(packed.compressed_packets)).packet
     ]
+
+
+def test_an_end_that_cannot_be_known(tmp_path: Path) -> None:
+    """The slice of such an op ends at once and says so; that of an op in flight has no end."""
+    calls = [
+        Call(0, 1, 0, MS),
+        Call(0, 2, 2 * MS, None, flags=FLAG_DEVICE | FLAG_ABANDONED),
+        Call(0, 3, 3 * MS, None, flags=FLAG_DEVICE),
+    ]
+    events = [
+        packet.track_event
+        for packet in decoded(trace_of(write_world(tmp_path / "run", calls)))
+        if packet.HasField("track_event")
+    ]
+    begins = [event for event in events if event.type == event.TYPE_SLICE_BEGIN]
+    unknown = [
+        [detail.bool_value for detail in event.debug_annotations if detail.HasField("bool_value")]
+        for event in begins
+    ]
+    assert unknown == [[], [True], [True]]
+    assert sum(event.type == event.TYPE_SLICE_END for event in events) == 2
 
 
 @given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=9), st.integers(1, 200))

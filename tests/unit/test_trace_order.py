@@ -115,11 +115,19 @@ def test_a_call_that_failed_or_grows_no_more_is_told() -> None:
 
 
 def test_at_the_end_nothing_stays() -> None:
-    """Ops that wait for an op that never ended are described in the end."""
+    """An op that never ended is described as issued, and those that wait for it as ended."""
     order = Order()
     assert taken(order, [{"index": 1}], [flight(0)]) == []
-    assert taken(order, [], [flight(0)], last=True) == [(1, False)]
+    assert taken(order, [], [flight(0)], last=True) == [(0, True), (1, False)]
     assert order.waiting == 0
+
+
+def test_what_was_described_as_issued_is_not_described_so_again_at_the_end() -> None:
+    """An op that has been in flight for long has one description as issued."""
+    order = Order()
+    stuck = flight(0, enqueued_ns=1)
+    assert taken(order, [], [stuck], now=OVERDUE_NS + 2) == [(0, True)]
+    assert taken(order, [], [stuck, flight(1)], now=OVERDUE_NS + 3, last=True) == [(1, True)]
 
 
 def test_any_order_of_ends_comes_out_in_issue_order() -> None:

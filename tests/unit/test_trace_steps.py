@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from tracing import finished, origin, some
 
@@ -49,7 +50,8 @@ def test_step_totals() -> None:
     for (name, _), fields in finished(some(100)):
         for label in (name, "all"):
             sums[f"rankcall/{label}/calls", fields["step"]] += 1
-            sums[f"rankcall/{label}/ms", fields["step"]] += fields["duration_ms"] or 0
+            if fields["duration_ms"] is not None:
+                sums[f"rankcall/{label}/ms", fields["step"]] += fields["duration_ms"]
             sums[f"rankcall/{label}/mib", fields["step"]] += fields["message_size"] / (1 << 20)
     assert board.scalars.keys() == sums.keys()
     assert all(math.isclose(board.scalars[key], sums[key], abs_tol=1e-12) for key in sums)
@@ -58,3 +60,17 @@ def test_step_totals() -> None:
     assert wandb.logged[3]["rankcall/all/calls"] == sums["rankcall/all/calls", 3]
     with pytest.raises(TypeError, match=r"add_scalar .* log"):
         StepTotals(object())
+
+
+def test_a_time_that_is_not_known_is_not_0() -> None:
+    """Without any duration, as on devices without device times, a step has calls and no time."""
+    board = TensorBoard()
+    sink = StepTotals(board)
+    sink.open(origin())
+    unknown = np.full(4, np.nan)
+    sink.write(some(4, duration_ms=unknown, algbw_gbps=unknown, busbw_gbps=unknown))
+    sink.close()
+    assert {tag for tag, _ in board.scalars if tag.startswith("rankcall/all/")} == {
+        "rankcall/all/calls",
+        "rankcall/all/mib",
+    }

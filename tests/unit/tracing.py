@@ -34,6 +34,7 @@ def some(count: int = 3, first: int = 0, **columns: Any) -> Descriptions:
         "algbw_gbps": np.where(at % 7 == 6, np.nan, 1 / (at + 1e-9)),
         "busbw_gbps": np.where(at % 7 >= 5, np.nan, 1e-12 * at),
         "step": at // 10,
+        "end_unknown": (at % 7 == 6) | (at % 11 == 4),
         "in_flight": at % 7 == 6,
         "failed": np.zeros(count, np.bool_),
         "prints": at % 2 == 0,

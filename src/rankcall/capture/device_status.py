@@ -350,6 +350,7 @@ class DeviceStatus:
         self._groups: dict[int, weakref.ref[Any]] = {}
         self._uids: dict[int, int] = {}  # the status of a group stays when the group is gone
         self._new: set[int] = set()  # groups that were made since recording began, without ops yet
+        self._is_closed = False
 
     def add_group(self, number: int, process_group: Any, new: bool) -> None:
         """Remember the group of an id, for as long as the group lives.
@@ -368,11 +369,16 @@ class DeviceStatus:
         if new:
             self._new.add(number)
 
-    def poll(self) -> None:
-        """End the records of the ops that have completed since the last call."""
+    def poll(self) -> bool:
+        """End the records of the ops that have completed since the last call.
+
+        Returns whether an op is in flight whose end may still become known.
+        """
         with background.holding(self._lock, _LOOK_SECONDS) as is_held:
-            if is_held:
-                self._poll()
+            if not is_held or self._is_closed:
+                return False
+            self._poll()
+            return any(not ops.is_idle for ops in self._ops.values())
 
     def _poll(self) -> None:
         # The ends come first: an op is noted before its future can end it.
@@ -421,8 +427,9 @@ class DeviceStatus:
         An op that has been in flight for longer stays in flight: it may be why the job ends.
         """
         with background.holding(self._lock, _LOOK_SECONDS) as is_held:
-            if not is_held:
+            if not is_held or self._is_closed:
                 return
+            self._is_closed = True
             self._poll()
             since_ns = self._clock_ns() - _SETTLED_NS
             for ops in self._ops.values():

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rankcall.drop_in import description
-from rankcall.record import BATCH, DTYPES, NO_RANK, OBJECT_CALLS, PICKLE_DTYPE, ROOT_DESCRIBES
+from rankcall.record import (
+    BATCH,
+    DTYPES,
+    FLAG_DEVICE,
+    NO_RANK,
+    OBJECT_CALLS,
+    PICKLE_DTYPE,
+    ROOT_DESCRIBES,
+)
 from rankcall.ring.tables import CallSite, Group
 
 
@@ -97,6 +105,10 @@ class FallbackMarks:
         for size in sizes:
             together = api == BATCH or len(sizes) > 1
             self._mark(self._text(name, size, together, fields, site, group, me).encode())
+        # The end of an op on a device is noticed up to two seconds late: such a range would be no
+        # time.
+        if fields["flags"] & FLAG_DEVICE:
+            return
         self._ranges[index] = self._begin(name.encode())
 
     def ended(self, index: int) -> None:
@@ -140,6 +152,7 @@ class FallbackMarks:
             "algbw_gbps": None,
             "busbw_gbps": None,
             "step": fields["step"],
+            "end_unknown": None,  # of a mark, it says nothing
         }
         return json.dumps(description(facts))
 

@@ -244,6 +244,14 @@ class Recording(Handle):
         if self._step_handle is not None:
             self._step_handle.remove()
 
+    def look_at_devices(self) -> bool:
+        """Have the ends recorded that are known by now; return whether more may become known.
+
+        A look follows once a second anyway. This one is for a reader that cannot wait for it. It
+        takes a second at most, on any thread that issues no ops.
+        """
+        return self._follow_devices(self._devices.poll) is True
+
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self.identity.rank < 0:
             self._learn_rank(process_group, group)
@@ -269,12 +277,13 @@ class Recording(Handle):
                 self._follow_devices(self._devices.poll)
             self._stopped.wait(_HEARTBEAT_SECONDS)
 
-    def _follow_devices(self, look: Callable[[], None]) -> None:
+    def _follow_devices(self, look: Callable[[], bool | None]) -> bool | None:
         try:
-            look()
+            return look()
         except Exception as error:
             name = type(error).__name__
             warn_once(f"cannot learn what has completed on devices: {name}: {error}")
+            return None
 
     def _note_leaving(self) -> None:
         """Note in the ring how the program has ended: closing down can take for ever."""

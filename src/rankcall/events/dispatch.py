@@ -65,6 +65,10 @@ _SHARE = 0.25
 # An op whose wait() has returned may be about to record its end, and one that overtook another is
 # held back for HOLD_NS (50 ms): a flush or the end of a subscription waits a little longer.
 _GRACE_SECONDS = 0.06
+# The ends of ops on devices become known when the back end's watchdog has looked, which NCCL's does
+# every 100 ms. A flush, or the end of a subscription, waits for two of its looks.
+_WATCHDOG_SECONDS = 0.25
+_LOOK_SECONDS = 0.02  # between our own looks meanwhile
 # A subscriber catches what hooks and sinks raise, so an exception here is a defect of ours. It may
 # be due to one odd record, so a few are logged; after these the thread ends, so that it does not
 # fill the log for weeks.
@@ -185,6 +189,7 @@ class Subscription:
         self._queues: dict[EventSource, _Queue] = {}
         self._stopping = threading.Event()
         self._stop_by = 0.0
+        self._devices_by: float | None = None  # once it is stopping, until it has looked at devices
         self._drains = True
         self._turned = threading.Condition()
         self._turns = 0
@@ -201,22 +206,28 @@ class Subscription:
     def flush(self, timeout: float) -> bool:
         """Wait until the subscriber has every op that ended; return whether that was in time."""
         deadline = time.monotonic() + timeout
+        self._dispatcher.await_devices(deadline)
         self._await_turn(deadline)
         settled = min(time.monotonic() + _GRACE_SECONDS, deadline)
         while self._dispatcher.is_busy and time.monotonic() < settled:
             time.sleep(_NAP_SECONDS)
         return self._await_turn(deadline)
 
-    def end(self, drain: bool = True) -> None:
-        """Have the thread deliver what there is, unless ``drain`` is false, and end."""
+    def end(self, drain: bool = True, timeout: float = 0.0) -> None:
+        """Have the thread deliver what there is, unless ``drain`` is false, and end.
+
+        ``timeout``: how long the caller waits for that, in s.
+        """
+        now = time.monotonic()
         self._drains = drain
-        self._stop_by = time.monotonic() + _GRACE_SECONDS
+        self._devices_by = now + min(timeout / 2, _WATCHDOG_SECONDS)
+        self._stop_by = now + _GRACE_SECONDS
         self._stopping.set()
         self._wake()
 
     def close(self, timeout: float, drain: bool = True) -> bool:
         """End, and give up the recording; return whether the thread ended in time."""
-        self.end(drain)
+        self.end(drain, timeout)
         ended = True
         if self.thread is not threading.current_thread():
             ended = background.join(self.thread, timeout)
@@ -279,6 +290,9 @@ class Subscription:
         stopping = self._stopping.is_set()
         if stopping and not self._drains:
             return True
+        if stopping and self._devices_by is not None:
+            self._dispatcher.await_devices(self._devices_by)
+            self._devices_by = None
         deliveries, seen = self._dispatcher.look(self)
         happened = sum(len(batch.rows) for delivery in deliveries for batch in delivery.batches)
         filled = max((_share_written(delivery) for delivery in deliveries), default=0.0)
@@ -417,6 +431,20 @@ class Dispatcher:
                 return [], []
             seen = self._look()
             return subscription.take_queued(self.sources), seen
+
+    def await_devices(self, deadline: float) -> None:
+        """Have the ends recorded that back ends know of ops on devices, or will know in a moment.
+
+        Blocks until no op is in flight on a device, until the back ends' watchdogs have looked, or
+        until ``deadline``, but looks once in any case. Holds no lock meanwhile.
+        """
+        with self._lock:
+            recordings = [source.recording for source in self.sources]
+        until = min(deadline, time.monotonic() + _WATCHDOG_SECONDS)
+        while recordings := [busy for busy in recordings if busy.look_at_devices()]:
+            if time.monotonic() >= until:
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def remove(self, subscription: Subscription) -> None:
         """Pass a subscriber nothing more."""

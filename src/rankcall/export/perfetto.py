@@ -2,9 +2,10 @@
 
 Each host is a process, with one track for each rank, and below it one track for each group of the
 rank. If ops of a group overlap, the group has more tracks of the same name, and Perfetto shows them
-as one. A slice shows an op from its start to its end, with its source line; an op that has not
-ended has no end. Arrows connect the members of one collective in the order of arrival, and a send
-with its receive. Times are in ns since the epoch, and all hosts are on one clock.
+as one. A slice shows an op from its start to its end, with its source line. An op in flight has no
+end; if the end cannot be known, the slice has no length. Both have the detail ``end_unknown``.
+Arrows connect the members of one collective in the order of arrival, and a send with its receive.
+Times are in ns since the epoch, and all hosts are on one clock.
 
 The file is a ``perfetto.protos.Trace``. Ops are encoded one ring at a time, column by column.
 Source of the format: https://perfetto.dev/docs/reference/trace-packet-proto
@@ -25,7 +26,7 @@ from rankcall.analysis.collectives import Session, sessions_of
 from rankcall.export.perfetto_names import Interned
 from rankcall.export.perfetto_tracks import PACKET, Tracks, track_numbers
 from rankcall.export.protobuf import Messages, message, number
-from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES, has_duration
+from rankcall.record import DTYPES, FLAG_ABANDONED, KINDS, OPS, REDUCE_OPS, STATUSES, has_duration
 from rankcall.ring.reader import Records, Ring
 from rankcall.ring.tables import UNKNOWN_GROUP, Group
 from rankcall.run.load import Progress, Run
@@ -38,7 +39,7 @@ Hashes = npt.NDArray[np.uint64]
 _CLOCK_SNAPSHOT, _TIMESTAMP, _SEQUENCE, _EVENT = 6, 8, 10, 11
 _INTERNED, _FLAGS, _COMPRESSED = 12, 13, 50
 _CATEGORY, _ANNOTATION, _TYPE, _NAME, _TRACK, _SITE, _FLOW = 3, 4, 9, 10, 11, 34, 47
-_ANNOTATION_NAME, _UINT, _STRING = 1, 3, 17
+_ANNOTATION_NAME, _BOOL, _UINT, _STRING = 1, 2, 3, 17
 # Their values.
 _CLEARED, _NEEDED = 1, 2
 _REALTIME, _BOOTTIME = 1, 6
@@ -104,7 +105,9 @@ class Events:
         # has no length.
         timed = has_duration(records["flags"], records["device_ms"])
         ended_at = np.where(timed, clocks.epoch_ns(ring.header, ended), self._begin)
-        self._end = np.where(ended == 0, _NEVER, np.maximum(ended_at, self._begin))
+        in_flight = (ended == 0) & (records["flags"] & FLAG_ABANDONED == 0)
+        ended_at = np.where(ended == 0, self._begin, ended_at)
+        self._end = np.where(in_flight, _NEVER, np.maximum(ended_at, self._begin))
         self._track, self._flow = np.zeros(len(records), np.int64), np.zeros(len(records), "<u8")
         for key in np.unique(records["group"]):
             rows = np.flatnonzero(records["group"] == key)
@@ -170,6 +173,8 @@ class Events:
             yield name, _UINT, records[name].astype(np.uint64)
         yield "dtype", _STRING, _codes(records["dtype"], lambda code: strings[DTYPES[code]])
         yield "status", _STRING, _codes(records["status"], lambda code: strings[STATUSES[code]])
+        if "end_unknown" in fields:
+            yield "end_unknown", _BOOL, np.ones(len(records), np.uint64)
         if "reduce_op" in fields:
             codes = _codes(records["reduce_op"], lambda code: strings[REDUCE_OPS[code]])
             yield "reduce_op", _STRING, codes
@@ -193,7 +198,8 @@ def _optional(records: Records, ring: Ring) -> dict[str, npt.NDArray[np.bool_]]:
     sizes = {key: len(group.ranks) for key, group in tables.groups.items()}
     size = _codes(records["group"], lambda key: sizes.get(key, 0)).astype(np.int64)
     return {
-        "end": records["completed_ns"] != 0,
+        "end": (records["completed_ns"] != 0) | (records["flags"] & FLAG_ABANDONED != 0),
+        "end_unknown": records["completed_ns"] == 0,
         "site": np.isin(records["call_site"], list(tables.sites)),
         "user_line": np.isin(
             records["call_site"], [key for key, site in tables.sites.items() if site.user]

@@ -12,6 +12,7 @@ from rankcall.capture.marks import Span
 from rankcall.record import (
     BATCH,
     BYTES_PER_GB,
+    FLAG_ABANDONED,
     FLAG_ANY_SOURCE,
     KINDS,
     OBJECT_CALLS,
@@ -126,6 +127,7 @@ class Describer:
             "algbw_gbps": algbw,
             "busbw_gbps": algbw * factor,
             "step": rows["step"].astype(np.int64),
+            "end_unknown": issued | (rows["flags"] & FLAG_ABANDONED != 0),
             "in_flight": issued,
             "failed": rows["status"] == _FAILED,
             "prints": p2p | np.where(root >= 0, root == place, place <= 0),
@@ -158,7 +160,7 @@ def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) 
     header = ring.header
     rows = ring.records[:0] if chosen is Mode.NONE else ring.records
     over = rows["status"] >= STATUSES.index("completed")
-    over |= rows["completed_ns"] != 0
+    over |= (rows["completed_ns"] != 0) | (rows["flags"] & FLAG_ABANDONED != 0)
     ended, awaited = take_rows(rows, over), take_rows(rows, ~over)
     ordered, issued = Order().take(ended, awaited, ring.tables, 0, last=True)
     epoch_ns = header.anchor_epoch_ns - header.anchor_mono_ns

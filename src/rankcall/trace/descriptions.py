@@ -30,7 +30,7 @@ Part = Union[str, "pl.Series"]
 Column = npt.NDArray[Any]
 
 # The values in columns that stand for "does not apply"; a dictionary has None instead.
-_ABSENT = {"peer": NO_RANK, "root": NO_RANK, "correlation": 0}
+_ABSENT = {"peer": NO_RANK, "root": NO_RANK, "correlation": 0, "end_unknown": False}
 _REALS = ("duration_ms", "algbw_gbps", "busbw_gbps")
 
 
@@ -98,8 +98,9 @@ class Descriptions:
             ``message_bytes``, ``device_index`` (-1: the CPU), ``enqueued_epoch_ns``, ``peer`` and
             ``root`` (-1: no such rank), ``correlation`` (0: not correlated), ``seq``, ``dtype`` (a
             code), ``duration_ms``, ``algbw_gbps``, ``busbw_gbps`` (NaN: unknown), ``step``,
-            ``in_flight``, ``failed``, ``prints`` (whether this rank prints it) and ``first`` (false
-            for the second and later tensors of one coalesced op).
+            ``end_unknown`` (issued, and the end is not known), ``in_flight`` (the same, and the op
+            is described again when it ends), ``failed``, ``prints`` (whether this rank prints it)
+            and ``first`` (false for the second and later tensors of one coalesced op).
         dropped: How many ops were missed before the first of these.
     """
 

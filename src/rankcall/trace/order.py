@@ -1,8 +1,8 @@
 """Decide when each op is described: in issue order per group, and one call of a function as one op.
 
 An op that ended waits while an earlier op of its group is in flight. An op that has been in flight
-for ``OVERDUE_NS`` is described as issued, and no longer blocks the later ones. The ops of one call
-that sends pickles are merged into one.
+for ``OVERDUE_NS`` is described as issued, and no longer blocks the later ones. At the end, so is
+each op whose end is not known. The ops of one call that sends pickles are merged into one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Order:
             awaited: The ops that are in flight.
             tables: The side tables of the recording.
             now_ns: The monotonic clock.
-            last: Whether to return everything that waits.
+            last: Whether this is the last call. It returns everything that waits, and the ops in
+                flight that were not described.
         """
         self._learn(tables)
         objects = self._are_objects(ended)
@@ -75,7 +76,7 @@ class Order:
             self._described.clear()
             return _in_order(ended), np.zeros(len(ended), np.bool_)
         rows = _in_order(concat_rows([self._waiting, ended]))
-        overdue, blocking = self._split(awaited, now_ns)
+        overdue, blocking = self._split(awaited, now_ns, last)
         rows, held = self._hold(rows, awaited, blocking, now_ns)
         if last or np.count_nonzero(held) > _MOST_WAITING:
             held[:] = False
@@ -103,12 +104,12 @@ class Order:
             return np.zeros(len(rows), np.bool_)
         return np.isin(rows["call_site"], self._object_sites)
 
-    def _split(self, awaited: Rows, now_ns: int) -> tuple[Rows, Rows]:
+    def _split(self, awaited: Rows, now_ns: int, last: bool) -> tuple[Rows, Rows]:
         """Return the ops in flight to describe as issued now, and the ops that block later ones."""
         index = index_of(awaited)
         self._described &= set(index.tolist())
         described = np.isin(index, list(self._described))
-        overdue = ~described & (awaited["enqueued_ns"] < now_ns - OVERDUE_NS)
+        overdue = ~described & (last | (awaited["enqueued_ns"] < now_ns - OVERDUE_NS))
         self._described.update(index[overdue].tolist())
         return take_rows(awaited, overdue), take_rows(awaited, ~described & ~overdue)
 

@@ -184,6 +184,7 @@ class Issuer:
                     "peer": peer,
                     "dtype": dtype,
                     "device": index,
+                    "flags": flags,
                     "root": root,
                     "sizes": _sizes(op, size, shaped),
                 }

@@ -82,7 +82,7 @@ class Marks {
 
   bool on() const { return on_.load(std::memory_order_acquire); }
 
-  // Mark an op, and begin its range.
+  // Mark an op, and begin its range if it runs on the CPU.
   void issued(const Record& record, uint64_t index, const std::string& variant, int32_t rank) noexcept {
     if (!on()) return;
     try {
@@ -100,6 +100,8 @@ class Marks {
       const auto known = settings_.names.find(variant);
       const std::string& name = is_object ? site.api : known != settings_.names.end() ? known->second : variant;
       mark_each(record, name, site, group, rank);
+      // The end of an op on a device is noticed up to two seconds late: such a range would be no time.
+      if (record.flags & layout::kFlagDevice) return;
       const uint64_t old = ranges_[index & mask_].exchange(functions_.begin(name.c_str()));
       if (old) functions_.end(old);  // of an op that the ring has lapped
     } catch (...) {
@@ -169,6 +171,7 @@ class Marks {
       case layout::Fact::kPeer: return is_member(op.record.peer, op.group);
       case layout::Fact::kRoot: return is_member(op.record.root, op.group);
       case layout::Fact::kCorrelation: return op.together;
+      case layout::Fact::kEndUnknown: return false;  // of a mark, it says nothing
       default: return true;
     }
   }
@@ -203,6 +206,7 @@ class Marks {
       case layout::Fact::kAlgbwGbps:
       case layout::Fact::kBusbwGbps: text.append("null"); return;
       case layout::Fact::kStep: return number(text, record.step);
+      case layout::Fact::kEndUnknown: text.append("null"); return;
     }
   }
 

@@ -1,4 +1,4 @@
-"""NVTX: a mark when an op is issued, and a range until it ends, in the domain ``rankcall``."""
+"""NVTX: a mark when an op is issued, in the domain ``rankcall``; on the CPU, a range, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _DOMAIN = b"rankcall"
 class Nvtx:
     """Marks every op on the thread that issues it, also the ops of DDP and of compiled code.
 
-    The mark's message is the description as JSON, with null times. The range has the op's name.
+    The mark's message is the description as JSON, with null times. On CPU back ends, a range over
+    the op has its name. On a device, the profiler shows the kernel, and its end is not known here
+    at the time.
     This sink needs ``nvidia-nvtx`` (the extra ``rankcall[nvtx]``), and a C++ compiler at its first
     use. If no tool listens, it does nothing; Nsight Systems sets ``NVTX_INJECTION64_PATH``.
     """

@@ -124,7 +124,11 @@ class OpenTelemetry:
             "rankcall.collective.in_flight.age", [self._ages], "s", "Age of the oldest op in flight"
         )
         return (
-            meter.create_counter("rankcall.collective.calls", "{op}", "Ops that have ended"),
+            meter.create_counter(
+                "rankcall.collective.calls",
+                "{op}",
+                "Ops that are over, or whose end cannot be known",
+            ),
             meter.create_counter("rankcall.collective.bytes", "By", "Message bytes of the ops"),
             meter.create_histogram("rankcall.collective.duration", "s", "How long ops took here"),
         )

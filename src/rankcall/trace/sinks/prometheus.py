@@ -97,7 +97,9 @@ class Prometheus:
         """Yield the metrics as they are now."""
         core = optional_module("prometheus_client.core", "prometheus")
         calls = core.CounterMetricFamily(
-            "rankcall_collectives", "Ops that have ended.", labels=_LABELS
+            "rankcall_collectives",
+            "Ops that are over, or whose end cannot be known.",
+            labels=_LABELS,
         )
         failed = core.CounterMetricFamily(
             "rankcall_collectives_failed", "Ops that have failed.", labels=_LABELS

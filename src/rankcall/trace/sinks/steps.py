@@ -20,7 +20,8 @@ class StepTotals:
     ``writer`` is a TensorBoard ``SummaryWriter`` (anything with ``add_scalar(tag, value, step)``)
     or a W&B run (anything with ``log(values)``). rankcall calls it on its trace thread and does not
     close it. The tags are ``rankcall/<op>/ms``, ``/calls`` and ``/mib``, and the same for the op
-    ``all``. W&B gets the step as ``rankcall/step``, because the user counts W&B's own steps.
+    ``all``. The time leaves out ops whose duration is not known; if none is, there is no ``/ms``.
+    W&B gets the step as ``rankcall/step``, because the user counts W&B's own steps.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -59,14 +60,18 @@ class StepTotals:
         key = step * len(names) + codes
         values, which = np.unique(key, return_inverse=True)
         first = columns["first"].astype(float)
+        timed = ~np.isnan(columns["duration_ms"])
         sums = {
             "calls": np.bincount(which, first),
             "ms": np.bincount(which, np.nan_to_num(columns["duration_ms"]) * first),
             "mib": np.bincount(which, columns["message_bytes"] / (1 << 20)),
         }
+        is_timed = np.bincount(which, timed) > 0
         for at, value in enumerate(values.tolist()):
             totals = self._open.setdefault(value // len(names), defaultdict(float))
             for unit, column in sums.items():
+                if unit == "ms" and not is_timed[at]:
+                    continue  # an unknown time is not a time of 0
                 for name in (names[value % len(names)], "all"):
                     totals[f"rankcall/{name}/{unit}"] += float(column[at])
 
