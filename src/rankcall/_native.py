@@ -25,10 +25,10 @@ from types import ModuleType
 from rankcall.errors import RankcallError
 from rankcall.folders import UnsafeFolderError, check_file, make_folder
 
-_COMPILE_SECONDS = 600
+_COMPILE_SECONDS = 600  # a compiler that hangs, for example on a network drive, must end
 _LOCK_SECONDS = 180.0  # a build takes less than a minute on an idle machine
-_LOCK_POLL_SECONDS = 0.05
-_SUPERUSER = (0,)
+_LOCK_POLL_SECONDS = 0.05  # flock has no timeout, so the lock is tried again and again
+_SUPERUSER = (0,)  # may own the cache beside the user, as in an image for containers
 
 
 def cache_dir() -> Path:

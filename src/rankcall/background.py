@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+# For all waits at the end of a process together. Who ends a job gives it 10 s (docker stop) to 30 s
+# (Slurm, Kubernetes), and the user's own clean-up needs most of that.
 EXIT_S = 2.0
 
 logger = logging.getLogger("rankcall")

@@ -313,7 +313,7 @@ DERIVED_FACTS = {
     "vm_id": "The name of the rank's machine: the variable `VM_ID`.",
 }
 
-MAX_DIMS = 6
+MAX_DIMS = 6  # more are rare, and would make each record larger
 NO_RANK = -1  # root or peer: does not apply, or not known (an any-source receive in flight)
 
 KINDS = ("collective", "p2p")

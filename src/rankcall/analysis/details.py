@@ -34,7 +34,7 @@ from rankcall.analysis.traffic import Traffic, traffic
 from rankcall.analysis.waiting import covered
 from rankcall.run.load import Progress, Run
 
-_SUSPECTS = 3
+_SUSPECTS = 3  # ranks whose late lines are looked up: that reads all records of these ranks
 
 
 @dataclass(frozen=True)

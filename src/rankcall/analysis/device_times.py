@@ -31,7 +31,7 @@ from rankcall.analysis.collectives import (
     present,
 )
 
-_LONG_AGO = -(1 << 62)
+_LONG_AGO = -(1 << 62)  # of a member without a time: before all others, and safe to subtract
 
 
 @dataclass(frozen=True)

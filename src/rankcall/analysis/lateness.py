@@ -1,4 +1,4 @@
-"""How late each rank came, and the one rule by which ranks are called stragglers.
+"""How late each rank came to each part of a run: the maps of lateness of a page.
 
 A rank is as late to a collective as it came after the median member (the lower one of the two, if
 their number is even), and not late if it came before. Only ops that no member leaves before the
@@ -17,10 +17,10 @@ from rankcall.analysis.arrivals import SYNC, Block, Floats, blocks
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
 from rankcall.analysis.run_tables import RunTables
 
-MOST_ROWS = 512
-_MOST_CELLS = 1 << 20
-_MOST_BINS, _LEAST_BINS = 480, 60
-_MOST_FAMILIES = 12
+MOST_ROWS = 512  # of a map: a page shows one in so many pixels
+_MOST_CELLS = 1 << 20  # of all maps: 16 MiB of sums and counts, if the fewest bins allow it
+_MOST_BINS, _LEAST_BINS = 480, 60  # of time: half the width of a page; fewer show no course
+_MOST_FAMILIES = 12  # maps beside that of all groups
 
 
 @dataclass

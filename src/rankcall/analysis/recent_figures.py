@@ -16,7 +16,7 @@ from rankcall.analysis.summary import Row, Source, rows_by_size
 from rankcall.analysis.verdicts.recent_calls import recent_calls
 from rankcall.analysis.waiting import waits_of
 
-_MOST_ROWS, _MOST_LATE = 8, 3
+_MOST_ROWS, _MOST_LATE = 8, 3  # of bandwidths and of late ranks: what a glance takes in
 _LEAST_SHARE = 0.005  # of the time: less waiting names no rank
 _STANDS_OUT, _TIMES_ITS_SHARE = 0.1, 1.5  # of all waiting; ranks that cause less are not named
 _NEWEST_CALLS = 1 << 15  # of all ranks; figures of a live page need no more

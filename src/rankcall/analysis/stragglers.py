@@ -26,6 +26,8 @@ _COST = 0.1  # of the time of the others: they wait for the stragglers so long
 _WAITS_LITTLE = 0.5  # a straggler waits at most this part of what the ranks wait on average
 _ALONG = 0.6  # of the newer half of the parts: the stragglers cause most of the waiting there
 _MOST = 0.25  # of the ranks; if more come late, they are the rule. A whole host may come late.
+# A run is cut at its steps, into so many parts at most; without steps, into slices. With fewer
+# parts than four, the newer half is one or two, which a single pause can fill.
 _MOST_PARTS, _SLICES, _FEWEST = 48, 16, 4
 _SLOW_START = 3.0  # times the median part
 _MOST_OF_START = 0.25  # of all parts

@@ -31,7 +31,7 @@ from rankcall.run.joins import JoinSummary
 from rankcall.run.load import Progress, Run, RunGroup, label_groups
 
 TIMES = ("host", "device", "unknown")  # the names of HOST, DEVICE and ISSUE
-_BUCKETS = 64
+_BUCKETS = 64  # of sizes, by powers of two: a size has at most 63 bits
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 

@@ -23,6 +23,8 @@ from rankcall.whole_numbers import whole_number
 
 logger = logging.getLogger("rankcall")
 
+# Until a rank has said where it is, it is taken for one elsewhere. It is not asked for at each op,
+# because a look-up is a request to the job's store.
 _ASK_AGAIN_SECONDS = 0.2
 
 Lookup = Callable[[Iterable[int]], dict[int, str]]

@@ -58,6 +58,8 @@ _MEMORY_ONLY = (
     "recording goes on in memory only, where the watcher and other commands do not see it before "
     "it ends"
 )
+# For a run directory on a network. A ring has 4 MiB, unless the user wants more: a file system that
+# needs longer for it does not answer, and the job goes on.
 _MOVE_SECONDS = 10.0
 _Made = TypeVar("_Made")
 

@@ -17,7 +17,7 @@ from rankcall.capture.recording import Recording
 from rankcall.capture.settings import Settings, read_settings
 from rankcall.errors import TorchMissingError
 
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = (2, 11)  # the native source compiles against its headers
 USER = "user"  # who claims the recording by ``rankcall.enable``
 
 # A recording is placed while the user's thread creates a process group, which must not wait long.

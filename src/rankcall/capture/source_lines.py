@@ -9,26 +9,22 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rankcall import background
 from rankcall.ring.layout import Geometry, offset_of
 from rankcall.ring.tables import ENTRY_SITE, CallSite, decode_site, entries
 
-if TYPE_CHECKING:
-    pass
-
-
-_LOOK_SECONDS = 0.5
-_MOST_CHARACTERS = 160
+_LOOK_SECONDS = 0.5  # a program has few lines that issue ops, and most come in the first step
+_MOST_CHARACTERS = 160  # of a line: the side tables have room for some thousand such lines
+# A file that has changed since this process began may not be what the process runs.
 _BEGAN = time.time()
 
 
 class SourceLines:
     """Adds the source lines of new call sites to a ring, through ``add(id, text)``.
 
-    Once a quarter of the side tables is full, no
-    more lines are added: the rest is for entries that records cannot do without.
+    Once a quarter of the side tables is full, no more lines are added: the rest is for entries that
+    records cannot do without.
     """
 
     def __init__(self, ring: mmap.mmap, geometry: Geometry, add: Callable[[int, str], None]):

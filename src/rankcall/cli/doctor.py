@@ -36,7 +36,7 @@ __all__ = ["command"]
 
 OK, WEAK, BAD = "ok", "weak", "FAIL"
 _TRIAL_S = 60.0  # the job imports torch, which alone takes seconds
-_STORE_S = 3.0
+_STORE_S = 3.0  # to connect to a store; one that drops packets would take minutes to fail
 _RANKS = 8  # on a host whose launcher and devices do not say how many
 _TRIAL = """\
 import torch

@@ -28,7 +28,9 @@ from rankcall.run.stacks import register_stack_dump, unregister_stack_dump
 logger = logging.getLogger("rankcall.watch")
 
 ABORT_STATUS = 124  # the same as that of timeout(1)
-_TICK_S = 0.25
+_TICK_S = 0.25  # a hang is noticed so much later than its threshold, at most
+# A watcher that fails may do so because of one moment, for example a file that was moved just then.
+# One that fails again and again must not fill the log of the job.
 _OWN_FAILURES = 10
 _OWN_FAILURE_S = 1.0
 

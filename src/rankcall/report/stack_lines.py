@@ -10,6 +10,7 @@ from rankcall.report.formatting import INDENT, plural
 from rankcall.report.standing import shortened_ranks
 from rankcall.run.stack_classes import StackClass, stack_classes, telling_frames
 
+# All stacks together take less than a screen, because a verdict stands above them.
 _STACK_LINES, _MOST_CLASSES, _LEAST_FRAMES = 20, 6, 2
 
 

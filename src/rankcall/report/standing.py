@@ -11,7 +11,7 @@ from rankcall.analysis.verdicts.wording import numbered
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import digits, line_names, plural
 
-_RANKS_WIDE = 22
+_RANKS_WIDE = 22  # columns of 80 for a list of ranks; a longer one is a count
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,11 @@ HEADER_BYTES = 4096
 
 CAPTURES = ("unknown", "native", "python", "imported")
 MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is damaged
-MAX_TABLES_BYTES = 1 << 28
+MAX_TABLES_BYTES = 1 << 28  # the same of side tables
 AHEAD = 64  # records that writers may be ahead of ``head``
 
+# 3 MiB of records, 1 MiB of names and the in-flight table. A container has 64 MiB of shared memory
+# by default, of which eight ranks take half.
 DEFAULT_CAPACITY = 1 << 14
 DEFAULT_INFLIGHT = 256
 DEFAULT_TABLES_BYTES = 1 << 20

@@ -17,8 +17,8 @@ from rankcall import rpc
 from rankcall.errors import RankcallError
 from rankcall.process import host_name
 
-_LARGE = 16 << 20
-_SMALL_CALLS, _LARGE_CALLS = 50, 5
+_LARGE = 16 << 20  # bytes: enough that a line's bandwidth shows, and not its latency
+_SMALL_CALLS, _LARGE_CALLS = 50, 5  # of which the median is taken
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,7 +33,7 @@ from rankcall.run.paths import (
 EXITS, STATES = "exits", "states"
 LAUNCHER = -1  # instead of a rank: the launcher got a signal to stop, which is in ``code``
 _MOST_BYTES = 1 << 24  # of one file; the rest is not read
-_MOST_LINE = 4096
+_MOST_LINE = 4096  # characters; a line has a host's name and some numbers
 _LIMIT = 1 << 62  # a larger number is damage
 
 

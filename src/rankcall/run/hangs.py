@@ -33,7 +33,7 @@ _VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
 _NUMBER = re.compile("[0-9]{1,9}")  # the name of a verdict's folder
 _LONGEST_S = 1e9  # a longer hang is damage
 _MOST_HANG_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
-_MOST_STACK_BYTES = 1 << 16
+_MOST_STACK_BYTES = 1 << 16  # of one rank: about 800 lines
 
 
 def hang_folders(path: Path) -> list[Path]:

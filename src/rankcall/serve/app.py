@@ -45,7 +45,7 @@ KINDS = {
 }
 
 _SEND_S = 30.0  # a viewer that takes no byte for so long is gone
-_MOST_BODY = 4096
+_MOST_BODY = 4096  # bytes of a request: the only form that is sent has one token
 _STACKS_EVERY_S = 2.0  # requests within that time get the same stacks
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",

@@ -24,7 +24,7 @@ from rankcall.serve.other_nodes import OtherNodes
 
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"
 _NEWEST = 512  # records read from the end of each ring of a live job
-_MOST_STACKS = 4096
+_MOST_STACKS = 4096  # ranks of this host that are asked: each gets a signal
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rankcall.serve.live_run import LOST, WAITING, LiveRun, Look
 from rankcall.serve.view import sections
 
 LOOK_S = 20.0  # a look that takes longer is not waited for
-_LEAST_PAUSE_S = 1.0
+_LEAST_PAUSE_S = 1.0  # between two looks; a person does not read faster
 _SHARE = 0.2  # of one core, for all looks together
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rankcall.capture.fallback.schema import Op
 
 
-_NAP_S = 3600.0
+_NAP_S = 3600.0  # a planted hang must outlast every test; its process is ended by its parent
 
 
 class InjectedFault(RuntimeError):

@@ -116,12 +116,12 @@ def _text(value: Any) -> str:
     return str(value)[:_MOST_TEXT] if isinstance(value, (str, int)) else ""
 
 
-MOST_FILES = 1 << 17
+MOST_FILES = 1 << 17  # one for each rank of the largest jobs
 _MOST_BYTES = 1 << 27  # of a pickle; one of 2,000 entries with stacks takes 1 to 3 MB
-_MOST_JSON_BYTES = 1 << 26
+_MOST_JSON_BYTES = 1 << 26  # of a dump as JSON
 _MOST_TOGETHER_BYTES = 1 << 28  # of all ranks, in one file
 _MOST_CONTAINERS = 4_000_000  # lists, tuples and dicts of one file
-_MOST_ENTRIES = 1 << 20
+_MOST_ENTRIES = 1 << 20  # of a dump; torch keeps 2,000 unless TORCH_FR_BUFFER_SIZE says more
 # A dump has at least one of these keys near its beginning.
 _KEYS = (b"entries", b"pg_config", b"pg_status", b"comm_lib_version", b"nccl_version")
 _HEAD_BYTES = 4096

@@ -33,12 +33,12 @@ from rankcall.interpreter import run_function
 from rankcall.problems import Problem, ProblemKind
 
 _SMALL_BYTES = 2 << 20  # of all dumps: a process takes as long to start as these to read
-_MOST_WORKERS = 8
+_MOST_WORKERS = 8  # their results all come through this one process
 _BYTES_OF_WORKER = 4 << 20  # each has at least so much to read
 _SECONDS, _SECONDS_OF_BYTE = 60.0, 2e-6  # for a file: far more than it takes on a slow machine
 _MOST_ENDED = 8  # files that end a worker, before the rest is left out
 _COLLECT_EVERY = 64  # files; in between, the garbage collector is off
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # more than a pipe holds, so that one read empties it
 
 File = tuple[int, Path]  # a rank, and its dump
 

@@ -33,7 +33,7 @@ from rankcall.ring.layout import MAGIC
 __all__ = ["STDIN", "Log", "Marker", "RawLine", "Search", "is_log", "logs_of"]
 
 STDIN = Path("-")
-_BLOCK = 1 << 22
+_BLOCK = 1 << 22  # bytes that are searched at once: a search has a cost of its own
 _MOST_BYTES = 1 << 36  # of one log; a small compressed file can hold any number
 _MOST_LINES = 400_000  # of one log that are kept; 1,024 ranks write about 40,000 with their context
 _MOST_KEPT = 1 << 26  # bytes of them

@@ -22,15 +22,15 @@ from rankcall.report.html.curves import Curve, Point
 
 Floats = npt.NDArray[np.float64]
 
-ABSENT = 255
-_STRONGEST = 254
+ABSENT = 255  # the level of a cell without a value
+_STRONGEST = 254  # the highest level of one that has a value
 _HUE = (213, 94, 0)  # vermillion of Okabe and Ito's palette, told apart by colour-blind people
 _BLUE = (0, 114, 178)
 _GREY, _GREY_ALPHA = (128, 128, 128), 36
 WIDTH = 960
 _LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
-_MOST_COLUMNS, _WIDEST = 1024, 96
-_MOST_NAMED_ROWS, _MOST_LABELS = 24, 32
+_MOST_COLUMNS, _WIDEST = 1024, 96  # bars, about one in each pixel; and the width of the widest
+_MOST_NAMED_ROWS, _MOST_LABELS = 24, 32  # names beside a picture that do not touch
 _MOST_CELLS = 24  # hosts whose traffic is written in figures
 
 KINDS = ("compute", "waiting", "transfer")

@@ -9,6 +9,8 @@ from statistics import median
 from rankcall.analysis.summary import Summary, size_name
 
 MOST_CURVES = 240
+# A point is slow below so much of the median of its peers: the same op, size and number of members.
+# Of fewer peers, or of fewer collectives, the median says little.
 _SLOW, _LEAST_PEERS, _LEAST_COUNT = 0.6, 3, 5
 
 

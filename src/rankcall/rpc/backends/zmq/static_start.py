@@ -17,7 +17,7 @@ from rankcall.rpc.device_maps import WorkerDevices, device_list, reverse_maps, v
 from rankcall.rpc.static_group import StaticGroup, StaticMembership
 
 _FOREVER_S = 1e9  # not infinity, of which no timedelta can be made
-_COUNTS_POLL_S = 0.001
+_COUNTS_POLL_S = 0.001  # between two looks at the agent's own counters
 
 
 def join_static(worker: ZmqWorker, membership: StaticMembership, deadline: float) -> None:
