@@ -243,7 +243,7 @@ def test_a_straggler(place: Place, name: str) -> None:
     """Rank 1 takes 40 ms longer for each step: the report and the diagnosis name it alike."""
     job = JOBS[name]
     needs(job)
-    ended = place.start(job, "--hang-after=120", FAULT="slow", STEPS="30")
+    ended = place.start(job, "--hang-after=120", FAULT="slow", STEPS="40")
     assert ended.status == 0, ended.err
     run = run_of(ended)
     (finding,) = judged(run)
@@ -301,7 +301,7 @@ def test_rays_callback_reports(place: Place) -> None:
 def test_rays_callback_says_who_is_slow(place: Place) -> None:
     """The verdict on rank 1 goes through Ray's logger, once."""
     needs(CALLBACK)
-    ended = place.start(CALLBACK, "--hang-after=120", FAULT="slow", STEPS="30")
+    ended = place.start(CALLBACK, "--hang-after=120", FAULT="slow", STEPS="40")
     assert ended.status == 0, ended.err
     log = (place.folder / "job/log-0").read_text()
     assert log.count("rankcall: straggler: Rank 1 (") == 1

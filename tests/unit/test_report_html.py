@@ -343,7 +343,7 @@ def test_absent_is_not_zero(tmp_path: Path) -> None:
 
 def test_findings_come_first(tmp_path: Path) -> None:
     """The cause of a hang is on the first screen, with its evidence, before all figures."""
-    calls = [call for seq in range(1, 9) for call in late(seq, PAIR)]
+    calls = [call for seq in range(1, 121) for call in late(seq, PAIR)]
     details = detail(load(write_world(tmp_path / "run", calls)))
     missing = Finding(
         "missing",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from worlds import MS, Call, group_of, together, write_world
 
+from rankcall.analysis.snapshot import CALL, RankState, Snapshot
 from rankcall.analysis.summary import summarise
-from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts import diagnose, find_slow
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.record import OPS, STATUSES
 from rankcall.report.headline import headline
-from rankcall.ring.tables import Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run.load import load
 from rankcall.testing.model import Op, Pace
 from rankcall.testing.synthetic import synthetic_run
@@ -126,7 +129,7 @@ def test_a_slow_first_step_is_left_out(tmp_path: Path) -> None:
                 "end": (call.end or 0) + base * MS,
             }
         )
-        for call in in_steps([10] * 30, {3: 20})
+        for call in in_steps([10] * 60, {3: 20})
     ]
     run = write_world(tmp_path / "run", first + rest)
     assert named(run) == (3,)
@@ -211,3 +214,95 @@ def test_disjoint_groups(tmp_path: Path) -> None:
         calls += together(seq, [start, start + 40 * MS], start + 41 * MS, halves[0], step=seq)
         calls += together(seq, [start, start], start + MS, halves[1], step=seq)
     assert named(write_world(tmp_path / "run", calls)) == (1,)
+
+
+def test_one_long_wait_at_the_start_of_a_loop_without_steps(tmp_path: Path) -> None:
+    """The line of the loop is named, and all figures are about the time of the loop.
+
+    Rank 1 reads a list for 1.5 s before its first collective, and is 12 ms late to each of the
+    loop's 100. Both lines reduce as many bytes in the same group.
+    """
+    pair = group_of(2)
+    calls = together(1, [0, 1500 * MS], 1501 * MS, pair, line=13)
+    for seq in range(2, 102):
+        at = 1501 * MS + (seq - 2) * 13 * MS
+        calls += together(seq, [at, at + 12 * MS], at + 13 * MS, pair, line=17)
+    straggler = finding(write_world(tmp_path / "run", calls))
+    assert (straggler.ranks, straggler.call_site) == ((1,), "train.py:17")
+    assert "costs each of them 92 % of its time" in straggler.summary
+    assert "by 12 ms at the median" in straggler.summary
+    span, last = straggler.evidence
+    assert span.startswith("100 % of all waiting in 1.2 s (the 1.6 s before"), span
+    assert last == "last in 100 % of 95 collectives of that group"
+
+
+def test_a_line_that_is_late_in_most_parts(tmp_path: Path) -> None:
+    """Two long waits at one line cost more than all short ones at another: that one is named."""
+    calls = []
+    for step in range(40):
+        start = 100 * step * MS + (1500 * MS if step > 10 else 0) + (1500 * MS if step > 30 else 0)
+        pause = 1500 * MS if step in (10, 30) else 0
+        calls += together(
+            2 * step + 1,
+            [start, start + pause] + [start] * 2,
+            start + pause + MS,
+            WORLD,
+            step=step,
+            line=3,
+        )
+        at = start + pause + 2 * MS
+        calls += together(
+            2 * step + 2, [at, at + 60 * MS, at, at], at + 61 * MS, WORLD, step=step, line=5
+        )
+    straggler = finding(write_world(tmp_path / "run", calls))
+    assert (straggler.ranks, straggler.call_site) == ((1,), "train.py:5")
+    assert "by 60 ms at the median" in straggler.summary
+
+
+# How long each rank computed before each of 1,000 all_reduces, in us: two to four ranks that did
+# the same work, on two cores that some 20 processes shared (2026-11-25, load average 15 to 22).
+NOISE = np.load(Path(__file__).with_name("noise.npz"))
+
+
+def noisy_job(rng: np.random.Generator, steps: int, late_ms: float = 0.0) -> Snapshot:
+    """Return a job of so many steps with measured noise; rank 1 may be late to each of them."""
+    noise = NOISE[str(rng.choice(NOISE.files))]
+    begin = int(rng.integers(noise.shape[1] - steps))
+    computes = noise[:, begin : begin + steps] / 1e6
+    step_s = float(rng.choice([0.0, 0.002, 0.01, 0.05]))  # that all ranks compute besides
+    ranks, now, rows = len(noise), 0.0, []
+    for step in range(steps):
+        came = now + computes[:, step] + step_s * rng.uniform(1.0, 1.1)
+        came[1] += late_ms / 1e3
+        now = float(came.max()) + 0.0003
+        rows += [(rank, step, came[rank], now) for rank in range(ranks)]
+    has_steps = bool(rng.integers(2))
+    calls = np.zeros(len(rows), CALL)
+    columns = (np.array(column) for column in zip(*rows, strict=True))
+    calls["rank"], calls["index"], issued, ended = columns
+    calls["seq"], calls["site"] = calls["index"] + 1, 1
+    calls["step"] = calls["index"] if has_steps else 0
+    calls["age_s"], calls["ended_s"] = now - issued, now - ended
+    calls["status"], calls["op"] = STATUSES.index("completed"), OPS.index("all_reduce")
+    calls["message_bytes"] = calls["in_bytes"] = calls["out_bytes"] = 8000
+    calls["root"] = calls["peer"] = -1
+    calls["took_s"] = np.nan
+    states = [RankState(rank, "node-a", exit=0, closed=True) for rank in range(ranks)]
+    sites = [CallSite("", 0, "", ""), CallSite("train.py", 9, "step", "all_reduce")]
+    group = group_of(ranks)
+    return Snapshot(states, calls, [group], [group.label], sites)
+
+
+def test_500_healthy_short_jobs() -> None:
+    """None of them has a straggler or a slow link, however busy the machine is."""
+    rng = np.random.default_rng(35)
+    named = [find_slow(noisy_job(rng, int(rng.integers(8, 61)))) for _ in range(500)]
+    assert [findings for findings in named if findings] == []
+
+
+def test_a_straggler_in_the_same_noise() -> None:
+    """A rank that is 50 ms late to each of 40 steps is named, beside the same noise."""
+    rng = np.random.default_rng(36)
+    for _ in range(100):
+        found = find_slow(noisy_job(rng, 40, late_ms=50.0))
+        assert [(finding.kind, finding.ranks) for finding in found] == [("straggler", (1,))]

@@ -32,6 +32,7 @@ from rankcall.analysis.collectives import (
     split_by_group,
 )
 from rankcall.analysis.device_times import end_together
+from rankcall.analysis.stragglers import turns_of
 from rankcall.analysis.waiting import Waits, covered, waits_of
 from rankcall.record import OPS
 from rankcall.ring.reader import Ring
@@ -259,6 +260,7 @@ class RunTables:
     first_ns: list[int] = field(default_factory=list)
     last_ns: list[int] = field(default_factory=list)
     step_begins: list[Ints] = field(default_factory=list)  # aligned by the hosts' anchors only
+    turns: list[Ints] = field(default_factory=list)  # the same, of calls: see ``turns_of``
     _collectives: dict[tuple[Session, Group], list[RankCollectives]] = field(default_factory=dict)
     _messages: dict[tuple[Session, Group], list[RankMessages]] = field(default_factory=dict)
 
@@ -277,6 +279,7 @@ class RunTables:
             self.first_ns.append(int(times[0].min()) + base)
             self.last_ns.append(max(int(column.max()) for column in times) + base)
             self.step_begins.append(_step_begins(columns) + base)
+            self.turns.append(turns_of(columns["enqueued_ns"]) + base)
         by_group = split_by_group(ring, columns, host)
         for group, member in by_group.collectives.items():
             members = self._collectives.setdefault((session, group), [])

@@ -219,7 +219,7 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
     highest = max((row.rank for row in run_tables.ranks), default=-1)
     time_sources = sources_of(tables, messages)
     on_devices = time_sources.device + time_sources.unknown > 0
-    parts = parts_of(run_tables.step_begins, *run_tables.span, ahead=on_devices)
+    parts = parts_of(run_tables.step_begins, run_tables.turns, *run_tables.span, ahead=on_devices)
     totals = WaitTotals(highest + 1, parts.edges)
     waits = run_tables.waits
     sources = [

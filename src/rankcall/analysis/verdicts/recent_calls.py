@@ -31,9 +31,10 @@ from rankcall.analysis.snapshot import (
     Calls,
     Snapshot,
 )
+from rankcall.analysis.stragglers import turns_of
 from rankcall.record import FLAG_DEVICE, bandwidth_sizes
 
-_RECENT = 384  # calls of a rank
+_RECENT, _RECENT_S = 384, 2.0  # calls of a rank; of a fast job, those of its last seconds
 _S = 1e9
 _ONE_LIFE = Session(0, 0)
 
@@ -47,6 +48,7 @@ class RecentCalls:
     messages: list[MessageTable]
     clocks: list[HostClock]
     step_begins: list[Ints]  # by rank, aligned ns
+    turns: list[Ints]  # by rank, aligned ns: ``stragglers.turns_of`` its calls
     span: tuple[int, int]  # the first arrival and the last end, aligned ns
 
     @property
@@ -61,7 +63,10 @@ def recent_calls(snapshot: Snapshot) -> RecentCalls:
     if len(calls):
         newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
         np.maximum.at(newest, calls["rank"], calls["index"])
-        calls = calls[calls["index"] > newest[calls["rank"]] - _RECENT]
+        since_s = np.full(len(newest), np.inf)
+        np.minimum.at(since_s, calls["rank"], calls["age_s"])
+        is_recent = calls["index"] > newest[calls["rank"]] - _RECENT
+        calls = calls[is_recent | (calls["age_s"] < since_s[calls["rank"]] + _RECENT_S)]
     return _line_up(replace(snapshot, calls=calls))
 
 
@@ -74,7 +79,7 @@ def _line_up(snapshot: Snapshot) -> RecentCalls:
     calls = snapshot.calls
     host_of, clocks = _clocks(snapshot)
     if not len(calls):
-        return RecentCalls(snapshot, [], [], clocks, [], (0, 0))
+        return RecentCalls(snapshot, [], [], clocks, [], [], (0, 0))
     oldest = float(calls["age_s"].max()) + 1.0
     parts: dict[int, list[RankCollectives]] = {}
     for piece in _by_group(calls[calls["kind"] == COLLECTIVE]):
@@ -113,9 +118,9 @@ def _by_group(calls: Calls) -> list[Calls]:
 
 def _times(
     snapshot: Snapshot, host_of: list[int], clocks: list[HostClock], oldest: float
-) -> tuple[list[Ints], tuple[int, int]]:
-    """Return when each rank began its steps, and the first arrival and the last end of all."""
-    begins, first, last = [], [], []
+) -> tuple[list[Ints], list[Ints], tuple[int, int]]:
+    """Return each rank's steps and turns, and the first arrival and the last end of all."""
+    begins, turns, first, last = [], [], [], []
     calls = snapshot.calls[np.lexsort((snapshot.calls["index"], snapshot.calls["rank"]))]
     for rank in np.unique(calls["rank"]).tolist():
         mine = calls[calls["rank"] == rank]
@@ -123,10 +128,11 @@ def _times(
         came = clock.align(_ns(oldest - mine["age_s"]))
         new = np.concatenate([[True], mine["step"][1:] > mine["step"][:-1]])
         begins.append(came[new])
+        turns.append(turns_of(came))
         ended = mine["ended_s"][~np.isnan(mine["ended_s"])]
         first.append(int(came.min()))
         last.append(int(clock.align(_ns(oldest - ended)).max()) if len(ended) else int(came.max()))
-    return begins, (min(first), max(last))
+    return begins, turns, (min(first), max(last))
 
 
 def _ns(seconds: npt.NDArray[np.float64]) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,8 @@ from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
 from rankcall.analysis.measuring import measure_collectives, measure_messages
-from rankcall.analysis.snapshot import Snapshot
-from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of
+from rankcall.analysis.snapshot import COLLECTIVE, Snapshot
+from rankcall.analysis.stragglers import Parts, Stragglers, find_stragglers, parts_of
 from rankcall.analysis.verdicts.evidence import SYNC
 from rankcall.analysis.verdicts.facts import (
     CallFact,
@@ -32,6 +33,7 @@ from rankcall.record import FLAG_DEVICE, OPS
 from rankcall.ring.tables import both_lines
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class Straggler(Kind):
@@ -95,7 +97,7 @@ def _causes(snapshot: Snapshot, late: LateRanks) -> list[Fact]:
     share = 100 * stragglers.share
     facts = [Fact(Relation.CAUSED_WAITING, ranks, values=tuple(values), number=share, unit="%")]
     if late.table is not None:
-        of = (("collectives", str(len(late.table.seq))),)
+        of = (("collectives", str(late.collectives)),)
         last = 100 * late.last_in
         facts.append(Fact(Relation.CAME_LAST, ranks, values=of, number=last, unit="%"))
     return facts
@@ -135,8 +137,8 @@ class LateRanks:
     """Ranks that come late.
 
     ``table`` and ``column``: the group and the collective that they are latest to. ``late_s``: by
-    how much at the median of those that have its op and size. ``last_in``: in which part of all
-    collectives of the group they come last. None without a group.
+    how much at the median of those that have its line, op and size. ``last_in``: in which part of
+    the group's ``collectives`` of that time they come last. None without a group.
     """
 
     stragglers: Stragglers
@@ -144,13 +146,14 @@ class LateRanks:
     column: int = 0
     late_s: float = 0.0
     last_in: float = 0.0
+    collectives: int = 0
 
 
 def late_ranks(recent: RecentCalls) -> LateRanks | None:
     """Return the ranks that make the others wait, and the call that they are latest to."""
     snapshot, tables, clocks = recent.snapshot, recent.tables, recent.clocks
     on_devices = bool((snapshot.calls["flags"] & FLAG_DEVICE).any())
-    parts = parts_of(recent.step_begins, *recent.span, ahead=on_devices)
+    parts = parts_of(recent.step_begins, recent.turns, *recent.span, ahead=on_devices)
     totals = WaitTotals(len(snapshot.ranks), parts.edges)
     waits = waits_of(tables, recent.messages, clocks)
     for table, waited in zip(tables, waits.of_tables, strict=True):
@@ -160,43 +163,85 @@ def late_ranks(recent: RecentCalls) -> LateRanks | None:
     stragglers = find_stragglers(totals, parts, [state.host for state in snapshot.ranks])
     if stragglers is None:
         return None
-    late = list(stragglers.ranks)
-    if not tables:
+    latest = _latest_to(recent, stragglers, parts)
+    if latest is None:
         return LateRanks(stragglers)
-    table = max(tables, key=lambda candidate: _lateness(candidate, late, clocks)[0].sum())
-    lateness, last, columns = _lateness(table, late, clocks)
-    if not last.any():
-        return LateRanks(stragglers)
-    column = int(columns[_worst(table, columns, lateness)])
-    alike = (table.op[columns] == table.op[column]) & (table.bytes[columns] == table.bytes[column])
+    table, lateness, columns, rows = latest
     return LateRanks(
         stragglers,
         table,
-        column,
-        float(np.median(lateness[last & alike])) / 1e9,
-        float(last.mean()),
+        int(columns[rows[0]]),
+        float(np.median(lateness[rows])) / 1e9,
+        float((lateness > 0).mean()),
+        len(columns),
     )
+
+
+def _latest_to(
+    recent: RecentCalls, stragglers: Stragglers, parts: Parts
+) -> tuple[CollectiveTable, Floats, npt.NDArray[np.intp], npt.NDArray[np.intp]] | None:
+    """Return the group with the line that ranks come late to in most parts of the time.
+
+    A line is one with an op and a size. One long wait at another line, such as at the start, is in
+    one part only. Of lines in equally many parts, the one that costs most is taken.
+
+    Returns:
+        The table, by how much (ns) the ranks came last in its collectives of that time (0: they did
+        not), the columns of these, and which of them are of that line and were waited for.
+    """
+    late = list(stragglers.ranks)
+    costs: dict[tuple[int, tuple[int, ...]], dict[int, float]] = {}
+    seen = []
+    for number, table in enumerate(recent.tables):
+        lateness, came, columns = _lateness(table, late, recent.clocks)
+        inside = came >= stragglers.begin
+        lateness, came, columns = lateness[inside], came[inside], columns[inside]
+        lines = _lines(recent.snapshot, table, columns, late[0])
+        seen.append((table, lateness, columns, lines))
+        which = np.searchsorted(parts.edges, came, side="right")
+        for line, part, cost in zip(lines, which.tolist(), lateness.tolist(), strict=True):
+            if cost > 0:
+                by_part = costs.setdefault((number, line), {})
+                by_part[part] = by_part.get(part, 0.0) + cost
+    if not costs:
+        return None
+    dearest: dict[int, tuple[float, tuple[int, tuple[int, ...]]]] = {}
+    for key, by_part in costs.items():
+        for part, cost in by_part.items():
+            dearest[part] = max(dearest.get(part, (0.0, key)), (cost, key))
+    won = Counter(key for _, key in dearest.values())
+    number, line = max(costs, key=lambda key: (won[key], sum(costs[key].values())))
+    table, lateness, columns, lines = seen[number]
+    of_line = np.array([other == line for other in lines], bool)
+    return table, lateness, columns, np.flatnonzero(of_line & (lateness > 0))
+
+
+def _lines(
+    snapshot: Snapshot, table: CollectiveTable, columns: npt.NDArray[np.intp], rank: int
+) -> list[tuple[int, ...]]:
+    """Return the op, the size and the call site at a rank of some collectives."""
+    calls = snapshot.calls
+    group = snapshot.groups.index(table.group)
+    rows = (calls["group"] == group) & (calls["rank"] == rank) & (calls["kind"] == COLLECTIVE)
+    site_of = dict(zip(calls["seq"][rows].tolist(), calls["site"][rows].tolist(), strict=True))
+    return [
+        (int(table.op[column]), int(table.bytes[column]), site_of.get(int(table.seq[column]), 0))
+        for column in columns.tolist()
+    ]
 
 
 def _lateness(
     table: CollectiveTable, late: list[int], clocks: list[HostClock]
-) -> tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
-    """Return by how much (ns), and whether, the last of ``late`` came after all others."""
+) -> tuple[Floats, Ints, npt.NDArray[np.intp]]:
+    """Return by how much (ns) the last of ``late`` came after all others, when, and the columns."""
     mine = np.isin(table.ranks, late)
     known = SYNC[table.op] & (table.source != ISSUE)
     columns = np.flatnonzero(known & present(table.arrival).all(axis=0))
     nothing = np.zeros(0)
     if not mine.any() or mine.all() or not len(columns):
-        return nothing, nothing.astype(bool), columns[:0]
+        return nothing, nothing.astype(np.int64), columns[:0]
     came = np.stack(
         [clocks[host].align(table.arrival[row, columns]) for row, host in enumerate(table.hosts)]
     )
     behind = (came[mine].max(axis=0) - came[~mine].max(axis=0)).astype(np.float64)
-    return np.maximum(behind, 0.0), behind > 0, columns
-
-
-def _worst(table: CollectiveTable, columns: npt.NDArray[np.intp], lateness: Floats) -> int:
-    """Return a column of the op and size with the most lateness in all."""
-    kinds = np.stack([table.op[columns].astype(np.int64), table.bytes[columns]])
-    _, first, which = np.unique(kinds, axis=1, return_index=True, return_inverse=True)
-    return int(first[np.argmax(np.bincount(which.ravel(), weights=lateness))])
+    return np.maximum(behind, 0.0), came.max(axis=0), columns
