@@ -75,7 +75,7 @@ def _rebuild(kind: type[_Explained], args: tuple[Any, ...], state: dict[str, Any
 
 
 class AuthenticationError(RankcallError, RuntimeError):
-    """Raised if workers on a network do not share one secret."""
+    """Raised if workers on a network do not share one secret, or if a secret cannot be used."""
 
 
 class BackendNotFoundError(RankcallError, ValueError, KeyError):

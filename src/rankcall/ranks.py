@@ -66,11 +66,17 @@ def count_ranks(runs: list[list[int]]) -> int:
 
 
 def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
-    """Undo ``compress_ranks``. Raises ``ValueError`` as ``count_ranks`` does."""
+    """Undo ``compress_ranks``.
+
+    Raises ``ValueError`` as ``count_ranks`` does, and if a rank is there more than once.
+    """
     count_ranks(runs)
-    return tuple(
+    ranks = tuple(
         chain.from_iterable(
             range(first, first + count * stride, stride) if count > 1 else [first] * count
             for first, count, stride in runs
         )
     )
+    if len(runs) > 1 and len(set(ranks)) < len(ranks):  # one run has each of its ranks once
+        raise ValueError("a group lists a rank more than once")
+    return ranks

@@ -369,7 +369,7 @@ def _strangers(rank: int, world_size: int, secret: str) -> Any:
     import zmq
 
     from rankcall import rpc
-    from rankcall.rpc.backends.zmq.secret import derive_keys
+    from rankcall.rpc.backends.zmq.curve_keys import derive_keys
     from rankcall.rpc.backends.zmq.worker import ZmqWorker
 
     os.environ.update(RANKCALL_HOST=f"node-{rank}", RANKCALL_RPC_SECRET=secret)

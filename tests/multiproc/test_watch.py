@@ -16,7 +16,11 @@ from scenario_programs import HANG_AFTER_S, own_store, plain
 from world import wait_until
 
 from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.encoding import encode
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.job.watcher import ABORT_STATUS
+from rankcall.packed_json import pack
 from rankcall.run.load import load
 from rankcall.run.settle import settle
 from rankcall.testing import FaultPlan, Ranks, spawn_ranks, start_ranks
@@ -383,3 +387,104 @@ def test_clocks_an_hour_apart(tmp_path: Path, two_nodes: Any) -> None:
     (verdict,) = _verdicts(run)
     assert _causes(verdict) == [("missing", [3])]
     assert sum(rank.stderr.count("kept with all stacks in") for rank in ranks.results) == 1
+
+
+NODE_1_HANGS = FaultPlan().hang(rank=2, seq=20).hang(rank=3, seq=20)
+
+
+@pytest.mark.parametrize("has_secret", [True, False])
+def test_a_node_that_the_others_wait_for(tmp_path: Path, two_nodes: Any, has_secret: bool) -> None:
+    """With a secret, on_hang=abort also ends a node whose ranks are the cause; else it says why.
+
+    No rank of that node waits in a call, so only the other node's verdict says that there is a
+    hang. Each node ends its ranks first or has its calls broken by the other.
+    """
+    secret = {"RANKCALL_SECRET": "a secret of the tests" if has_secret else None}
+    with start_ranks(
+        plain,
+        4,
+        NODE_1_HANGS,
+        faults=NODE_1_HANGS,
+        run_dir=tmp_path / "run",
+        watch={"hang_after": HANG_AFTER_S, "on_hang": "abort"},
+        env=lambda rank: {**two_nodes(rank), **secret},
+    ) as ranks:
+        if has_secret:
+            assert ranks.wait(120.0, grace=110.0)
+        else:
+            wait_until(lambda: "are not ended" in _text(ranks.folder / "stderr.2"))
+            assert all(Path(f"/proc/{pid}").exists() for pid in ranks.pids[2:])
+    assert {rank.exitcode for rank in ranks.results[:2]} <= {ABORT_STATUS, 1}
+    for rank in ranks.results[2:]:
+        assert (rank.exitcode == ABORT_STATUS) == has_secret
+        assert ("ends because the job hangs" in rank.stderr) == has_secret
+    if not has_secret:
+        assert "the verdict of the nodes is not verified" in ranks.results[2].stderr
+        assert "RANKCALL_SECRET_FILE" in ranks.results[2].stderr
+
+
+def _until_told(rank: int, world_size: int, folder: str) -> int:
+    """Issue one call after the other until rank 0 sees the file; return how many."""
+    import torch
+    import torch.distributed as dist
+
+    stop, steps = torch.zeros(1), 0
+    while not stop:
+        stop.fill_(float(rank == 0 and (Path(folder) / "stop").exists()))
+        dist.all_reduce(stop)
+        steps += 1
+        time.sleep(0.01)
+    return steps
+
+
+def _store_of_watchers(port: int) -> Any:
+    """Connect to the job's store as any process can; None until a watcher has used it."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    keys = [str(key) for key in client.list_keys() if "rankcall/watch/0/" in str(key)]
+    if not keys:
+        return None
+    return PrefixStore(keys[0].partition("rankcall/watch/0/")[0] + "rankcall/watch/0", client)
+
+
+def _forge_a_verdict(store: Any) -> None:
+    """Write that rank 1 is missing."""
+    finding = Finding("missing", (1,), victims=(0, 2, 3), confidence="certain", stops=True)
+    verdict = Verdict("run", [finding], origin=Origin("x", "b", 1, time.time_ns(), 1))
+    store.set("1/verdict", pack(encode(verdict)))
+    store.set("1/posts", "1")
+    store.add("bell", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_secret", [True, False])
+def test_a_forged_verdict_ends_no_rank(tmp_path: Path, two_nodes: Any, has_secret: bool) -> None:
+    """A job whose calls all end goes on with on_hang=abort, whatever is written to its store.
+
+    The threshold is long, because a call that a busy machine holds up for as long is a hang. With
+    the secret, the verdict is refused; without, its node says that it does not act on it.
+    """
+    secret = {"RANKCALL_SECRET": "a secret of the tests" if has_secret else None}
+    run = tmp_path / "run"
+    with start_ranks(
+        _until_told,
+        4,
+        str(tmp_path),
+        run_dir=run,
+        watch={"hang_after": 10.0, "on_hang": "abort"},
+        env=lambda rank: {**two_nodes(rank), **secret},
+    ) as ranks:
+        wait_until(lambda: _store_of_watchers(ranks.port))
+        store = _store_of_watchers(ranks.port)
+        _forge_a_verdict(store)
+        if has_secret:
+            wait_until(lambda: int(store.get("1/posts")) >= 3)  # both nodes have come to the round
+        else:
+            # The first node to read it ends the round, so the other one may never be asked.
+            texts = [ranks.folder / f"stderr.{rank}" for rank in range(4)]
+            wait_until(lambda: any("are not ended" in _text(text) for text in texts))
+        (tmp_path / "stop").touch()
+        assert ranks.wait(120.0)
+    assert [rank.exitcode for rank in ranks.results] == [0] * 4
+    assert bool(_verdicts(run)) != has_secret

@@ -28,7 +28,7 @@ LEVELS = (
         *("errors", "background", "durations", "handles", "problems", "record", "drop_in", "ranks"),
         "_version",
     ),
-    ("process", "interpreter", "budget"),
+    ("process", "interpreter", "budget", "secret", "packed_json"),
     ("files folders file_systems", "c10d"),
     ("ring", "_native"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads
@@ -58,7 +58,7 @@ ADAPTERS = {
 }
 TORCHLESS = (
     *("errors", "durations", "printable", "problems", "record", "drop_in", "ranks", "process"),
-    *("budget", "files", "folders", "file_systems"),
+    *("budget", "secret", "packed_json", "files", "folders", "file_systems"),
     *("ring", "run"),
     "imports",
     *("analysis", "report", "export", "trace", "serve"),

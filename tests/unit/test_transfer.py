@@ -213,8 +213,8 @@ def test_who_made_the_directory(tmp_path: Path) -> None:
 
 def _node(number: int, count: int) -> Process:
     def start() -> Steps[None]:
-        posts = Posts("p", settle_s=1)
-        bundles = yield from posts.exchange([number], b"b%d" % number, count, f"n{number}")
+        posts = Posts("p", count, settle_s=1)
+        bundles = yield from posts.exchange([number], b"b%d" % number, f"n{number}")
         yield Mark("kept", tuple(sorted(bundles)))
 
     return Process(f"node{number}", start)
@@ -241,8 +241,8 @@ def _run_nodes(
     results: dict[int, Any] = {}
 
     def run(store: Any, number: int) -> None:
-        posts = Posts("p", settle_s)
-        steps = posts.exchange([number], b"x" * 600_000 + b"%d" % number, count, f"n{number}")
+        posts = Posts("p", count, settle_s)
+        steps = posts.exchange([number], b"x" * 600_000 + b"%d" % number, f"n{number}")
         results[number] = [part[-1:] for part in perform(store, 20.0, steps)]
 
     threads = [
@@ -276,10 +276,10 @@ def test_nothing_is_left_in_the_store() -> None:
     """Once rank 0 has read the bundles of ranks that ended, they are gone."""
     store = dist.HashStore()
     for _ in range(3):
-        perform(store, 5.0, Posts(f"e/{ENDED}").post([1], b"x" * 300_000))
-    got = perform(store, 5.0, Posts(f"e/{ENDED}").collect([0], 2, 0.0))
+        perform(store, 5.0, Posts(f"e/{ENDED}", 2).post([1], b"x" * 300_000))
+    got = perform(store, 5.0, Posts(f"e/{ENDED}", 2).collect([0], 0.0))
     assert [len(bundle) for bundle in got] == [300_000] * 3
-    assert perform(store, 5.0, Posts(f"e/{ENDED}").collect([0], 2, 0.0)) == []
+    assert perform(store, 5.0, Posts(f"e/{ENDED}", 2).collect([0], 0.0)) == []
     left = [key for key in store.list_keys() if len(store.get(key)) > 100]
     assert left == []
 

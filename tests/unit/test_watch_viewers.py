@@ -17,7 +17,7 @@ from rankcall.analysis.snapshot import ALIVE, GONE, RankState, Snapshot, no_call
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.job import viewers
-from rankcall.job.other_nodes import Exchange, Unreachable
+from rankcall.job.other_nodes import Exchange, Unreachable, members_from
 from rankcall.job.viewers import LINGER_S, NodeViews, Questions
 from rankcall.problems import texts
 from rankcall.ring.layout import Header, read_header
@@ -76,7 +76,7 @@ def viewer(rank: int, times: int, kind: type[Questions] = Questions) -> Process:
     def start() -> Steps[None]:
         questions = kind("")
         for _ in range(times):
-            answers = yield from questions.ask({rank})
+            answers = yield from questions.ask({rank}, 8)
             seen = tuple((answer.members[0][0], answer.data) for answer in answers)
             yield Mark("seen", (questions._first, seen))
             yield Sleep(1)
@@ -488,5 +488,5 @@ def test_a_failure_does_not_end_the_watch(
 def test_members_that_are_damaged_are_no_ranks() -> None:
     """A registration of another program, or half of one, names no rank."""
     for raw in (b"", b"{}", b"[1]", b'[["x", "h", 1]]', b"[" * 100_000, json.dumps([[1]]).encode()):
-        assert viewers._members_of(raw) == ()
+        assert members_from(raw, 4) == ()
     assert viewers.PAUSES_S[1] < LINGER_S

@@ -120,9 +120,9 @@ def answered(steps: Steps[object], value: bytes) -> object:
 
 ODD_BYTES = [text.encode() for text in (HUGE, "²", "-1", "+3", "1e3")]
 READERS: dict[str, Callable[[], Steps[object]]] = {
-    "posts": lambda: Posts("p", settle_s=0).fresh(set()),
+    "posts": lambda: Posts("p", 2, settle_s=0).fresh(set()),
     "question": lambda: Questions("").question(),
-    "nodes": lambda: Questions("")._learn_nodes(),
+    "nodes": lambda: Questions("")._learn_nodes(2),
 }
 
 
@@ -147,20 +147,20 @@ def test_rounds_that_another_process_counts(value: bytes, tmp_path: Path) -> Non
                 reply = b"1"
             elif isinstance(request, Add):
                 reply = 1
-    with pytest.raises(ValueError, match=r"posts is not a number up to 16,384"):
-        answered(Exchange(lambda: None)._remove(1), b"%d" % 10**15)
+    with pytest.raises(ValueError, match="posts is not a number up to 72"):
+        answered(Exchange(lambda: None)._remove(1, 2), b"%d" % 10**15)
 
 
 def test_a_counter_that_was_raised_takes_no_memory() -> None:
     """It was a list of as many numbers; each bundle that is not there is looked up once."""
-    steps = Posts("p", settle_s=0).fresh(set())
+    steps = Posts("p", 2, settle_s=0).fresh(set())
     reads = 0
     with pytest.raises(StopIteration):  # noqa: PT012  # at one of the requests
         request = steps.send(None)
         while True:
             reads += 1
             request = steps.send(b"%d" % 10**15 if request.key.endswith("posts") else None)
-    assert reads <= (1 << 14) + 1
+    assert reads <= 4 * 2 + 64 + 1
 
 
 @pytest.mark.parametrize("value", ODD_BYTES, ids=lambda value: value[:5])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.snapshot import CALL, RankState, Snapshot, labels_of, no_calls
+from rankcall.packed_json import load, pack
 from rankcall.problems import Problem, ProblemKind
-from rankcall.ranks import compress_ranks, expand_ranks
+from rankcall.ranks import MAX_RANKS, compress_ranks, count_ranks, expand_ranks
 from rankcall.record import KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, site_from, site_object
 
 Calls = npt.NDArray[Any]
 
 SCHEMA = 5
-_MOST_BYTES = 1 << 28  # once it is decoded
-_MOST_RANKS = 1 << 20
+_MOST_MEMBERS = 1 << 17  # of all groups, and 64 more for each rank: a short run stands for many
 _MOST_NUMBER = 1 << 62
 
 
@@ -59,7 +58,7 @@ def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
 
 def encode(node: NodeSnapshot) -> bytes:
     """Return a node's snapshot as bytes: some 1 KiB a rank if calls are few."""
-    return zlib.compress(
+    return pack(
         json.dumps(
             {
                 "schema": SCHEMA,
@@ -77,22 +76,22 @@ def encode(node: NodeSnapshot) -> bytes:
     )
 
 
-def decode(data: bytes) -> NodeSnapshot:
-    """Undo ``encode``. Raises ``ValueError`` if the bytes are not of this version."""
+def decode(data: bytes, most_ranks: int = MAX_RANKS) -> NodeSnapshot:
+    """Undo ``encode``. Any process may have written the bytes.
+
+    Args:
+        data: What ``encode`` returned.
+        most_ranks: The number of ranks of the job.
+
+    Raises:
+        ValueError: The bytes are not of this version, are damaged, or tell of more ranks.
+    """
     try:
-        unpacker = zlib.decompressobj()
-        document = json.loads(unpacker.decompress(data, _MOST_BYTES))
+        document = load(data, most_ranks)
         if document["schema"] != SCHEMA:
             raise ValueError(f"schema {document['schema']}, this rankcall reads schema {SCHEMA}")
-        return _decoded(document)
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        zlib.error,
-        RecursionError,
-    ) as error:
+        return _decoded(document, most_ranks)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a node's snapshot: {type(error).__name__}: {error}") from error
 
 
@@ -112,11 +111,17 @@ def _state(entry: dict[str, Any]) -> RankState:
     return RankState(**arguments)
 
 
-def _decoded(document: dict[str, Any]) -> NodeSnapshot:
-    known = {state.rank: state for state in map(_state, document["ranks"])}
+def _decoded(document: dict[str, Any], most_ranks: int) -> NodeSnapshot:
+    states = list(map(_state, document["ranks"]))
+    known = {state.rank: state for state in states}
     world = max([int(document["world"]), *(rank + 1 for rank in known)])
-    if world > _MOST_RANKS or min(known, default=0) < 0:
-        raise ValueError("impossible ranks")
+    if world > most_ranks or min(known, default=0) < 0:
+        raise ValueError(f"a rank that is not one of {most_ranks:,}")
+    if len(known) < len(states):
+        raise ValueError("a rank is there more than once")
+    members = sum(count_ranks(entry["ranks"]) for entry in document["groups"])
+    if members > _MOST_MEMBERS + 64 * world:
+        raise ValueError(f"groups of {members:,} members")
     groups = [
         Group(
             str(entry["name"]),

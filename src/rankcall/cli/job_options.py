@@ -20,6 +20,7 @@ from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.cli.common import say
 from rankcall.errors import CaptureUnavailableError
 from rankcall.job.evidence import COLLECT_TO
+from rankcall.job.sealing import job_secret
 from rankcall.job.uploads import check_url
 
 
@@ -123,6 +124,7 @@ class JobOptions:
             raise typer.Exit(2)
         if self.collect_to:
             check_url(self.collect_to)
+        job_secret()  # a secret that no rank could use is the user's mistake
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables for the ranks, except the run's directory."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from rankcall.errors import CorruptRunError
 from rankcall.files import open_file, replacing
 from rankcall.folders import run_folder
+from rankcall.job.posts import MOST_OF_ALL
 from rankcall.process import host_name
 from rankcall.ring.layout import Header, read_header
 from rankcall.ring.tail import tail_of
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from rankcall.analysis.verdicts.verdict import Kept
 
 MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
-MOST_OF_ALL = 1 << 26  # of all bundles of a job together, as far as ranks share it evenly
 Rings = dict[Path, Header]
 
 # Records of each tail; fewer if the bundle would be too large. A diagnosis needs the newest calls

@@ -22,6 +22,7 @@ from rankcall.c10d.requests import Steps
 from rankcall.capture.recording import RecordingEnd
 from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings
 from rankcall.job.posts import ENDED, Posts
+from rankcall.job.sealing import sealed
 from rankcall.job.uploads import upload
 from rankcall.ring.layout import Header
 
@@ -121,10 +122,10 @@ class Departure:
         store, prefix = self._find_store()
         if store is None or (0 in mine and place.rank != 0):
             return
-        posts = Posts(f"{prefix}/{place.attempt}/{ENDED}")
+        posts = Posts(f"{prefix}/{place.attempt}/{ENDED}", place.world_size)
         if place.rank == 0:
             wait_s = _STORE_S if self._has_failed else 0.0
-            steps = posts.collect(mine, place.world_size, wait_s)
+            steps = posts.collect(mine, wait_s)
             bundles = self._perform(store, steps)
             for problem in keep_bundles(place.run_dir, bundles):
                 logger.warning(problem)
@@ -137,7 +138,7 @@ class Departure:
         """Make requests to the job's store on this thread: none can be started at exit."""
         from rankcall.c10d.client import Over, perform
 
-        return perform(store, _STORE_S, steps, over=Over.NEW, call=self._call)
+        return perform(store, _STORE_S, sealed(steps), over=Over.NEW, call=self._call)
 
 
 def _ended(rings: Rings, rank: int) -> Rings:

@@ -69,10 +69,11 @@ class EvidenceSender:
                 perform(self._last.remove())
             shared = is_shared(self._run_dir, attempt)
             bundle = b"" if shared else make_bundle(self._run_dir, rings, world)
-            self._last = Posts(f"{prefix}/{attempt}/{verdict}")
-            bundles = perform(self._last.exchange(mine, bundle, world, self._name))
+            self._last = Posts(f"{prefix}/{attempt}/{verdict}", world)
+            bundles = perform(self._last.exchange(mine, bundle, self._name))
             if 0 in mine:  # a node whose ranks have all ended does not answer
-                bundles += perform(Posts(f"{prefix}/{attempt}/{ENDED}").collect(mine, world, 0.0))
+                ended = Posts(f"{prefix}/{attempt}/{ENDED}", world)
+                bundles += perform(ended.collect(mine, 0.0))
             return keep_bundles(self._run_dir, bundles)
 
     @contextlib.contextmanager

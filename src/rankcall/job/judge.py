@@ -34,7 +34,8 @@ from rankcall.job.choice import evidence_store
 from rankcall.job.evidence import EvidenceSender
 from rankcall.job.keep import OfThisHang, keep_verdict, text_of
 from rankcall.job.news import Learned, is_news
-from rankcall.job.other_nodes import Exchange, Unreachable
+from rankcall.job.other_nodes import Exchange, Unreachable, Untrusted
+from rankcall.job.sealing import job_secret
 from rankcall.job.viewers import NodeViews
 from rankcall.problems import Problem, ProblemKind, without
 from rankcall.process import boot_id, host_name
@@ -58,6 +59,8 @@ class Judge:
 
     ``next_look`` is when to look again, in seconds of ``time.monotonic``. ``polls_every_s`` is how
     often to poll the other nodes while this node's ranks go on. ``views`` answers pages.
+    ``is_verified`` says whether the newest verdict rests on this node's rings alone, or on values
+    that the job's secret seals. Any process that reaches the store may have written another one.
     """
 
     def __init__(self, run_dir: Path, hang_after: float) -> None:
@@ -84,6 +87,7 @@ class Judge:
         self._told: list[_Told] = []  # the hangs that this rank has told of, and that last
         self._next_look_back_ns = 0
         self.next_look = 0.0
+        self.is_verified = True
 
     def rest(self) -> None:
         """Note that nothing is overdue, so that the next look at an overdue call needs no pause."""
@@ -150,6 +154,7 @@ class Judge:
             return False
         stacks = request_stacks(headers.values())
         mine = _with_stacks(mine, stacks)
+        self.is_verified = True
         verdict, prints = (self._judge(mine), True) if whole else self._together(mine)
         if verdict.again_s:
             self.next_look = time.monotonic() + verdict.again_s
@@ -256,7 +261,11 @@ class Judge:
         place = _place()
         try:
             agreed = self._exchange.agree(mine, len(mine.ranks), self._judge_all)
-            return decode(agreed.verdict), agreed.by_me
+            verdict = decode(agreed.verdict)
+            self.is_verified = job_secret() is not None
+            return verdict, agreed.by_me
+        except Untrusted as why:
+            text = f"the job's store{place} is not trusted ({why}): nothing is known of other nodes"
         except Unreachable as why:
             text = (
                 f"the job's store{place} cannot be reached ({why}): nothing is known of other "
@@ -272,7 +281,7 @@ class Judge:
         snapshot = replace(snapshot, waited_before=waits_that_ended(kept_in(self._run_dir)))
         findings = self._hangs(snapshot)
         left = settles_in(snapshot, findings, self._hang_after)
-        if left and not (before and decode(before).again_s):
+        if left and not _puts_off(before):
             return encode(Verdict(str(self._run_dir), [], origin=origin_now(), again_s=left))
         return encode(self._verdict(snapshot, findings))
 
@@ -305,6 +314,17 @@ class Judge:
         if prints:
             print(f"\n{text_of(verdict).rstrip()}\n{where}", file=sys.stderr, flush=True)
             self._told = [*self._told[-_MOST_TOLD:], hang]
+
+
+def _puts_off(before: bytes) -> bool:
+    """Return whether the verdict of the round before put the matter off.
+
+    One that is damaged counts as such, so that no process can have it put off for ever.
+    """
+    try:
+        return bool(before) and decode(before, with_ranks=False).again_s > 0
+    except ValueError:
+        return True
 
 
 @dataclass

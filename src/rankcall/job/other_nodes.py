@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +21,9 @@ from rankcall.c10d.requests import (
     Sleep,
     Steps,
 )
+from rankcall.job.counts import checked_count, most_entries, newest_entries
+from rankcall.job.sealing import ForgedError, sealed
+from rankcall.packed_json import pack, unpack
 from rankcall.run.views import Member
 from rankcall.whole_numbers import LARGEST, whole_number
 
@@ -51,8 +53,8 @@ _JUDGE_RANK_S = 0.001  # and for each rank of the world: several times as long a
 _JUDGES = 5  # nodes that judge in turn before a node stops waiting for a verdict
 _PROBE_S = 2.0  # for an answer: a store whose host was stopped never gives one
 _RETRY_S = 60.0
-_MOST_BYTES = 1 << 28  # of a verdict
-_MOST_NODES = 1 << 14  # a node posts once in a round
+_MOST_HOST = 255  # characters of a host's name
+_MOST_MEMBER = 2048  # bytes of what a node registers of a rank: JSON writes 6 for some characters
 _POLL_S = 0.05
 BELL, ASKED = "bell", "view/asked"
 _POLL_RANK_S = 0.00005  # and for each rank of the world, to limit the polls of all nodes together
@@ -67,6 +69,10 @@ class Agreed(NamedTuple):
 
 class Unreachable(Exception):
     """The store does not answer."""
+
+
+class Untrusted(Unreachable):
+    """The store holds a value that no rank of this job can have written."""
 
 
 class Exchange:
@@ -97,7 +103,8 @@ class Exchange:
     def asked(self, members: Sequence[Member] = ()) -> bool:
         """Return whether another node has opened a round; register our ranks if they are not yet.
 
-        Raises ``Unreachable`` like ``agree``.
+        That is no evidence of a hang: any process that reaches the store can open a round. Raises
+        ``Unreachable`` like ``agree``.
         """
         return self.perform(_PROBE_S, self._ask(list(members)))
 
@@ -115,7 +122,8 @@ class Exchange:
         """Post the state of our ranks, and return the verdict of all nodes together.
 
         ``judge`` gets the snapshot of all ranks, and the verdict of the round before or ``b""``.
-        Raises ``Unreachable`` if the store is gone or silent.
+        Raises ``Unreachable`` if the store is gone or silent, and ``Untrusted`` if a value in it is
+        not sealed as this job's are, or is impossible.
         """
         self.perform(_PROBE_S, self._latest())
         limit_s = self._settle_s + _JUDGES * _turn_s(world_size)
@@ -130,7 +138,9 @@ class Exchange:
         try:
             store = self._job_store()
             if store is not None:
-                return perform(store, limit_s, steps)
+                return perform(store, limit_s, sealed(steps))
+        except ForgedError as error:
+            raise Untrusted(str(error)) from error
         except Exception as error:
             self._lost_until = time.monotonic() + self._retry_s
             raise Unreachable(str(error) or repr(error)) from error
@@ -162,15 +172,15 @@ class Exchange:
             last = b"%d" % number
             held = yield CompareSet(self._key("latest"), _before(number), last)
             if held == last:
-                verdict = _unpacked(raw)
+                verdict = self._verdict_in(number, raw, world_size)
                 if verdict == proposed and number > 2:
-                    yield from self._remove(number - 2)
+                    yield from self._remove(number - 2, world_size)
                 return Agreed(verdict, verdict == proposed)
-            yield from self._remove(number)
+            yield from self._remove(number, world_size)
             # Another node has ended a later round, or else another process writes there: then to
             # start over would never end.
             if (whole_number(held) or 0) <= number:
-                raise ValueError(f"{self._key('latest')} is not the number of a round")
+                raise ForgedError(f"{self._key('latest')} is not the number of a round")
 
     def _one_round(
         self, number: int, own: NodeSnapshot, world_size: int, judge: JudgeAll
@@ -178,23 +188,25 @@ class Exchange:
         """Return what this node proposed, if it judged, and the verdict of the round, packed."""
         from rankcall.c10d.parts import publish_once
 
-        post = yield Add(self._key(f"{number}/posts"), 1)
+        posts = self._key(f"{number}/posts")
+        post = checked_count(posts, (yield Add(posts, 1)), most_entries(world_size))
         yield Add(self._key(BELL), 1)
         yield Set(self._key(f"{number}/post/{post}"), encode(own))
         heard, settled = {post: own}, (yield Now()) + self._settle_s
         if post == 1:
             while not _covered(heard, world_size) and (yield Now()) < settled:
                 yield Sleep(_POLL_S)
-                yield from self._hear(number, heard)
+                yield from self._hear(number, heard, world_size)
         turn = settled + (post - 1) * _turn_s(world_size) if post > 1 else 0.0
         verdict = self._key(f"{number}/verdict")
         while (raw := (yield Read(verdict))) is None:
             if (yield Now()) >= turn:
-                yield from self._hear(number, heard)
+                yield from self._hear(number, heard, world_size)
                 known = yield from self._with_unheard(merge(list(heard.values())))
                 before = yield Read(self._key(f"{number - 1}/verdict"))
-                proposed = judge(known, _unpacked(before) if before else b"")
-                return proposed, (yield from publish_once(verdict, zlib.compress(proposed)))
+                earlier = self._verdict_in(number - 1, before, world_size) if before else b""
+                proposed = judge(known, earlier)
+                return proposed, (yield from publish_once(verdict, pack(proposed)))
             yield Sleep(max(_POLL_S, _POLL_RANK_S * world_size))
         return None, raw
 
@@ -202,32 +214,35 @@ class Exchange:
         return self._count("latest", LARGEST - 1)
 
     def _count(self, name: str, most: int) -> Steps[int]:
-        """Return a counter, 0 if there is none.
-
-        Raises ``ValueError``, which ends the exchange as an unreachable store does, if another
-        process wrote something else: a loop up to a number that it chose would not end.
-        """
+        """Return a counter, 0 if there is none. Raises ``ForgedError``."""
         raw = yield Read(self._key(name))
-        count = 0 if raw is None else whole_number(raw, most=most)
-        if count is None:
-            raise ValueError(f"{self._key(name)} is not a number up to {most:,}")
-        return count
+        return 0 if raw is None else checked_count(self._key(name), whole_number(raw), most)
 
-    def _hear(self, number: int, heard: dict[int, NodeSnapshot]) -> Steps[None]:
+    def _posts(self, number: int, world_size: int) -> Steps[int]:
+        return self._count(f"{number}/posts", most_entries(world_size))
+
+    def _verdict_in(self, number: int, raw: bytes, world_size: int) -> bytes:
+        """Return the verdict of a round. Raises ``ForgedError``."""
+        try:
+            return unpack(raw, world_size)
+        except ValueError as error:
+            raise ForgedError(f"{self._key(f'{number}/verdict')} is {error}") from error
+
+    def _hear(self, number: int, heard: dict[int, NodeSnapshot], world_size: int) -> Steps[None]:
         """Read the summaries that were posted since the last call."""
-        posts = yield from self._count(f"{number}/posts", _MOST_NODES)
+        posts = yield from self._posts(number, world_size)
         fresh = [post for post in range(1, posts + 1) if post not in heard]
         for post in fresh:
             summary = yield Read(self._key(f"{number}/post/{post}"))
             if summary is not None:
                 try:
-                    heard[post] = decode(summary)
+                    heard[post] = decode(summary, world_size)
                 except ValueError:
                     heard[post] = NodeSnapshot(0, [], no_calls())
 
-    def _remove(self, number: int) -> Steps[None]:
+    def _remove(self, number: int, world_size: int) -> Steps[None]:
         """Remove the keys of a round, so that a long job does not fill the store."""
-        posts = yield from self._count(f"{number}/posts", _MOST_NODES)
+        posts = yield from self._posts(number, world_size)
         names = [f"post/{post}" for post in range(1, posts + 1)] + ["verdict", "posts"]
         for name in names:
             yield Delete(self._key(f"{number}/{name}"))
@@ -236,11 +251,13 @@ class Exchange:
         """Mark the ranks that did not answer, with the host and pid that they registered."""
         silent = {state.rank for state in snapshot.ranks if state.blind and state.exit is None}
         places: dict[int, tuple[str, int]] = {}
-        last = (yield from self._count("nodes", _MOST_NODES)) if silent else 0
-        for number in range(last, 0, -1):
+        world_size = len(snapshot.ranks)
+        nodes = (yield Read(self._key("nodes"))) if silent else None
+        for number in reversed(newest_entries(nodes, world_size)):
             if silent <= places.keys():
                 break
-            for rank, host, pid in json.loads((yield Read(self._key(f"node/{number}"))) or "[]"):
+            raw = yield Read(self._key(f"node/{number}"))
+            for rank, host, pid in members_from(raw, world_size):
                 places.setdefault(rank, (host, pid))
         ranks = [
             RankState(state.rank, *places.get(state.rank, ("", 0)), blind=True, unheard=True)
@@ -264,8 +281,24 @@ def _turn_s(world_size: int) -> float:
     return _JUDGE_S + _JUDGE_RANK_S * world_size
 
 
-def _unpacked(verdict: bytes) -> bytes:
-    return zlib.decompressobj().decompress(verdict, _MOST_BYTES)
+def members_from(raw: bytes | None, world_size: int) -> tuple[Member, ...]:
+    """Return the ranks that a node has registered; none if these cannot be ranks of the job."""
+    if raw is None or len(raw) > _MOST_MEMBER * (1 + max(0, world_size)):
+        return ()
+    try:
+        members = tuple((rank, host, pid) for rank, host, pid in json.loads(raw))
+    except (ValueError, TypeError, RecursionError):
+        return ()
+    sound = all(
+        type(rank) is int
+        and 0 <= rank < world_size
+        and isinstance(host, str)
+        and len(host) <= _MOST_HOST
+        and type(pid) is int
+        and 0 <= pid < 1 << 32
+        for rank, host, pid in members
+    )
+    return members if sound and len({rank for rank, _, _ in members}) == len(members) else ()
 
 
 def _covered(heard: dict[int, NodeSnapshot], world_size: int) -> bool:

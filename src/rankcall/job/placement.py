@@ -14,10 +14,11 @@ from rankcall.background import BackgroundCall
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.capture.settings import Settings
-from rankcall.errors import warn_once
+from rankcall.errors import AuthenticationError, warn_once
 from rankcall.folders import make_folder
 from rankcall.job.choice import Choice, agree, evidence_store, is_elastic, store_and_key
 from rankcall.job.proposals import own_run_dir, propose_in, propose_new, withdraw
+from rankcall.job.sealing import ForgedError, sealed
 
 logger = logging.getLogger("rankcall")
 
@@ -92,6 +93,9 @@ class Placement:
                 choice: Choice | None = propose()
             else:
                 choice = self._ask(propose if is_first else None, _INLINE_S)
+        except (ForgedError, AuthenticationError) as error:
+            warn_once(f"recording apart from the other ranks: {error}")
+            choice = self._alone()
         except Exception as error:
             logger.debug("the job's store does not say which run this is: %s", error)
             choice = None  # ask again, because the others may have got an answer
@@ -109,7 +113,7 @@ class Placement:
         if group is None:
             raise RuntimeError("the default process group is gone")
         store, key = store_and_key(self._c10d._world.pg_map[group][1])
-        choice = perform(store, seconds, agree(key, propose), over=Over.CALLERS)
+        choice = perform(store, seconds, sealed(agree(key, propose)), over=Over.CALLERS)
         # Once this rank has a choice, it records there, even if a later group finds another one.
         if self._choice is None and self._mine is not None and choice not in (None, self._mine):
             withdraw(self._mine)

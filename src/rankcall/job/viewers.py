@@ -15,7 +15,6 @@ An answer replaces the one before, so keys do not pile up. No node waits for ano
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Collection, Mapping
@@ -31,7 +30,15 @@ from rankcall.c10d.requests import (
     Set,
     Steps,
 )
-from rankcall.job.other_nodes import ASKED, BELL, Exchange, Unreachable
+from rankcall.job.counts import most_entries, newest_entries
+from rankcall.job.other_nodes import (
+    ASKED,
+    BELL,
+    Exchange,
+    Unreachable,
+    Untrusted,
+    members_from,
+)
 from rankcall.ring.layout import Header
 from rankcall.run.views import Answers, Member, NodeAnswer, ViewerFile
 from rankcall.whole_numbers import whole_number
@@ -43,7 +50,7 @@ LINGER_S = 30.0
 _SHARE = 0.002  # of one core of the leader's rank, for its answers
 _ASK_S = 2.0  # for all requests of a turn: hangs are judged on the same thread
 _NEWEST, _WINDOW = 128, 64  # records read of each ring; calls sent of each rank
-_MOST_NODES = 1 << 16
+_MOST_BYTES_OF_RANK = 1 << 20  # of an answer, compressed
 _CHUNK = 64  # keys that are read at once
 
 
@@ -59,11 +66,12 @@ class Questions:
         self._first = 0  # the first question since ``_began``: older answers do not count
         self._answered: dict[int, tuple[bytes, float]] = {}  # answer, and since when
 
-    def ask(self, mine: Collection[int]) -> Steps[tuple[NodeAnswer, ...]]:
+    def ask(self, mine: Collection[int], world_size: int) -> Steps[tuple[NodeAnswer, ...]]:
         """Ask all other nodes; return their newest answers, which may be to earlier questions.
 
         Args:
             mine: The ranks of this node, which is not asked.
+            world_size: The number of ranks of the job.
         """
         now = yield Now()
         question = yield Add(self._key(ASKED), 1)
@@ -71,14 +79,16 @@ class Questions:
             yield Add(self._key(BELL), 1)
             self._began, self._first = now, question
         self._asked_at = now
-        yield from self._learn_nodes()
+        yield from self._learn_nodes(world_size)
         numbers = self._others(mine)
         for at in range(0, len(numbers), _CHUNK):
             part = numbers[at : at + _CHUNK]
             raws = yield ReadMany([self._key(_answer_of(number)) for number in part])
             now = yield Now()
             for number, raw in zip(part, raws, strict=True):
-                if raw is not None and self._answered.get(number, (b"", 0.0))[0] != raw:
+                if raw is None or len(raw) > _MOST_BYTES_OF_RANK * len(self._nodes[number]):
+                    continue
+                if self._answered.get(number, (b"", 0.0))[0] != raw:
                     self._answered[number] = raw, now
         return tuple(self._newest(number, now) for number in numbers)
 
@@ -91,18 +101,22 @@ class Questions:
             return NodeAnswer(self._nodes[number], 0.0, asked_s)
         return NodeAnswer(self._nodes[number], now - since, asked_s, data)
 
-    def _learn_nodes(self) -> Steps[None]:
+    def _learn_nodes(self, world_size: int) -> Steps[None]:
         """Read which ranks the nodes have that have registered since the last question."""
-        last = min(whole_number((yield Read(self._key("nodes")))) or 0, _MOST_NODES)
-        self._unread += range(self._last_node + 1, last + 1)
-        self._last_node = max(self._last_node, last)
+        new = newest_entries((yield Read(self._key("nodes"))), world_size, self._last_node)
+        # A number whose node has not written is looked up again, up to as many as there can be.
+        self._unread = [*self._unread, *new][-most_entries(world_size) :]
+        self._last_node = max([self._last_node, *new[-1:]])
         for at in range(0, len(self._unread), _CHUNK):
             part = self._unread[at : at + _CHUNK]
             raws = yield ReadMany([self._key(f"node/{number}") for number in part])
             for number, raw in zip(part, raws, strict=True):
                 if raw is not None:
-                    self._nodes[number] = _members_of(raw)
+                    self._nodes[number] = members_from(raw, world_size)
         self._unread = [number for number in self._unread if number not in self._nodes]
+        newest = sorted(self._nodes)[-most_entries(world_size) :]
+        self._nodes = {number: self._nodes[number] for number in newest}
+        self._answered = {n: known for n, known in self._answered.items() if n in self._nodes}
 
     def _others(self, mine: Collection[int]) -> list[int]:
         """Return the numbers of the other nodes: of each rank, the last one that counts it."""
@@ -123,13 +137,6 @@ class Questions:
 
 def _answer_of(number: int) -> str:
     return f"view/answer/{number}"
-
-
-def _members_of(raw: bytes) -> tuple[Member, ...]:
-    try:
-        return tuple((int(rank), str(host), int(pid)) for rank, host, pid in json.loads(raw))
-    except (ValueError, TypeError, RecursionError):
-        return ()
 
 
 class NodeViews:
@@ -193,8 +200,13 @@ class NodeViews:
     def _ask(self, headers: Mapping[int, Header]) -> None:
         problem = ""
         try:
-            self._nodes = self._requests.perform(_ASK_S, self._questions.ask(headers))
+            world_size = max(head.world_size for head in headers.values())
+            steps = self._questions.ask(headers, world_size)
+            self._nodes = self._requests.perform(_ASK_S, steps)
             self._asked_ns = time.monotonic_ns()
+        except Untrusted as error:
+            problem = f"the job's store is not trusted ({error})"
+            self._asked_ns = self._asked_ns or time.monotonic_ns()
         except Unreachable as error:
             problem = f"the job's store does not answer ({error})"
             self._asked_ns = self._asked_ns or time.monotonic_ns()

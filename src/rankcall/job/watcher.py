@@ -19,6 +19,7 @@ from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.job.judge import Judge
 from rankcall.job.node import Node
+from rankcall.job.sealing import ADVICE
 from rankcall.record import FLAG_ABANDONED
 from rankcall.ring.follower import RingView
 from rankcall.ring.layout import Header
@@ -53,6 +54,7 @@ class Watcher:
         self._issued: dict[int, tuple[int, float]] = {}
         self._next_asked = 0.0
         self._verdicts = 0  # that this rank gave
+        self._react_until = float("-inf")  # a new verdict waits for so long to be confirmed
         # How many verdicts of the node's ranks this rank has reacted to, or were older than it.
         self._seen = 0
         put(recording.ring, "hang_after_ms", max(1, round(hang_after * 1e3)))
@@ -107,8 +109,8 @@ class Watcher:
             return
         now = time.monotonic()
         self._note_issued(headers, now)
-        first_ns = min((h.overdue_ns for h in headers.values() if h.overdue_ns), default=0)
-        first_ns = first_ns or self._silent_since_ns(headers, now)
+        overdue_ns = min((h.overdue_ns for h in headers.values() if h.overdue_ns), default=0)
+        first_ns = overdue_ns or self._silent_since_ns(headers, now)
         if not first_ns:
             judge.rest()
         judge.look_back(headers)
@@ -116,7 +118,10 @@ class Watcher:
         due = first_ns != 0 and now >= judge.next_look
         if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked):
             judge.keep_evidence(self._recording.identity.attempt)
-            self._call_for_reaction(judge)
+            # The ranks of this node may have come to the call later than those of other nodes.
+            self._react_until = time.monotonic() + self._hang_after
+        if self._react_until > 0:
+            self._react(judge, overdue_ns, first_ns)
         judge.views.turn(headers, time.monotonic())
 
     def _make_judge(self) -> Judge | None:
@@ -127,6 +132,27 @@ class Watcher:
         self._judge = Judge(run_dir, self._hang_after)
         self._seen = self._verdict_count(self._node.headers())
         return self._judge
+
+    def _react(self, judge: Judge, overdue_ns: int, first_ns: int) -> None:
+        """Call for a reaction to a new verdict, once this node's own rings confirm it.
+
+        A verdict that other nodes take part in comes from the store, and any process that reaches
+        the store may have written it. So it ends no rank as long as this node's own calls all end.
+        If the ranks of this node are only silent, a verdict that is not verified ends none either.
+
+        Args:
+            judge: The judge that has given the verdict.
+            overdue_ns: When the oldest overdue call of this node was issued; 0: none is overdue.
+            first_ns: The same, or since when no rank of this node has issued a call; 0: some have.
+        """
+        is_confirmed = overdue_ns != 0 or (first_ns != 0 and judge.is_verified)
+        if is_confirmed or self._on_hang != "abort":
+            self._react_until = float("-inf")
+            self._call_for_reaction(judge)
+        elif time.monotonic() >= self._react_until:
+            self._react_until = float("-inf")
+            if _may_abort(judge.verdicts()):
+                print(_why_not(judge), file=sys.stderr, flush=True)
 
     def _call_for_reaction(self, judge: Judge) -> None:
         """Count a verdict, so that the node's ranks react to it.
@@ -216,6 +242,16 @@ def _may_abort(verdicts: list[Verdict]) -> bool:
     return not all(
         finding.kind == "no_progress" and finding.confidence != "certain" for finding in findings
     )
+
+
+def _why_not(judge: Judge) -> str:
+    """Return why the newest verdict ends no rank of this node."""
+    text = (
+        "rankcall: the ranks of this node are not ended (on_hang=abort): none is overdue in a call"
+    )
+    if judge.is_verified:
+        return text
+    return f"{text}, and the verdict of the nodes is not verified ({ADVICE})"
 
 
 def _abort(rank: int) -> None:

@@ -73,7 +73,7 @@ class OtherNodes:
         nodes = [node_snapshot_of(snapshot)]
         silent: dict[int, RankState] = {}
         for node in answers.nodes:
-            node_snapshot = self._snapshot_of(node)
+            node_snapshot = self._snapshot_of(node, len(snapshot.ranks))
             if node_snapshot is not None:
                 nodes.append(node_snapshot)
                 continue
@@ -123,13 +123,13 @@ class OtherNodes:
         self.problem = text
         return replace(snapshot, problems=_with_silence([text], snapshot.problems))
 
-    def _snapshot_of(self, node: NodeAnswer) -> NodeSnapshot | None:
+    def _snapshot_of(self, node: NodeAnswer, world_size: int) -> NodeSnapshot | None:
         """Return a node's answer, unless it is too old or cannot be read."""
         if not node.data or self._age_s(node) >= KNOWN_S:
             return None
         if node.data not in self._decoded:
             try:
-                self._decoded[node.data] = decode(node.data)
+                self._decoded[node.data] = decode(node.data, world_size)
             except ValueError:
                 return None
         return self._decoded[node.data]

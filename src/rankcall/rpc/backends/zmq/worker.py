@@ -15,10 +15,11 @@ from rankcall.errors import AuthenticationError, BackendUnavailableError
 from rankcall.process import Process
 from rankcall.rpc.backends.zmq.addresses import endpoints, is_loopback, own_address
 from rankcall.rpc.backends.zmq.agent_module import agent_module
+from rankcall.rpc.backends.zmq.curve_keys import derive_keys
 from rankcall.rpc.backends.zmq.options import ZmqRpcBackendOptions
-from rankcall.rpc.backends.zmq.secret import derive_keys, find_secret
 from rankcall.rpc.backends.zmq.worker_dir import WorkerDir
 from rankcall.rpc.device_maps import WorkerDevices
+from rankcall.secret import find_secret
 
 _DESCRIPTORS_A_PEER = 2  # a connection in each direction
 _SPARE_DESCRIPTORS = 16  # for the program's own files, and to say that there are too few
@@ -57,7 +58,7 @@ class ZmqWorker:
     def _bind_network(self) -> str:
         """Listen on the network if there is a secret; return the endpoint for the others."""
         options = self.options
-        secret = find_secret(options.secret_file)
+        secret = find_secret("RANKCALL_RPC_SECRET", options.secret_file)
         if secret is None:
             return ""
         address = own_address(options.host, options.init_method)
