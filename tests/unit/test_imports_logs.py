@@ -191,6 +191,64 @@ def test_wrapped_lines(tmp_path: Path, name: str, width: int, breaks: str) -> No
     assert judged(path) == (kind, ranks)
 
 
+@pytest.mark.parametrize("name", ["nccl-missing", "nccl-2.14-oom", "gloo-raise"])
+@pytest.mark.parametrize("collector", [name for name in COLLECTORS if name != "progress bars"])
+def test_lines_that_were_wrapped_before_they_were_collected(
+    tmp_path: Path, collector: str, name: str
+) -> None:
+    """A collector takes each part of a wrapped line for a line: each has the prefix."""
+    lines, kind, ranks = LOGS[name]
+    parts = [part for line in lines for part in wrapped(line, 110, "columns")]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(COLLECTORS[collector](n, part) for n, part in enumerate(parts)))
+    assert judged(path) == (kind, ranks)
+
+
+@pytest.mark.parametrize("name", ["nccl-missing", "nccl-2.14-oom", "gloo-raise"])
+@pytest.mark.parametrize("collector", [name for name in COLLECTORS if name != "progress bars"])
+def test_lines_that_were_wrapped_after_they_were_collected(
+    tmp_path: Path, collector: str, name: str
+) -> None:
+    """A terminal wraps what a collector wrote: only the first part has the prefix."""
+    lines, kind, ranks = LOGS[name]
+    parts = [
+        part
+        for number, line in enumerate(lines)
+        for part in wrapped(COLLECTORS[collector](number, line), 140, "columns")
+    ]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(parts))
+    assert judged(path) == (kind, ranks)
+
+
+def test_wrapped_lines_of_two_pods_alternate(tmp_path: Path) -> None:
+    """The parts of one line may stand apart, with lines of another pod between them."""
+    lines, kind, ranks = LOGS["nccl-missing"]
+    mixed = []
+    for number, line in enumerate(lines):
+        rank = int(re.findall(r"rank(\d)", line)[0])
+        for part in wrapped(line, 110, "columns"):
+            mixed += [f"[pod/train-{rank}/x] {part}", f"[pod/train-{9 - rank}/x] step {number}"]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(mixed))
+    assert judged(path) == (kind, ranks)
+
+
+def test_a_pod_is_no_process(tmp_path: Path) -> None:
+    """Only rank 0 of a pod has put its rank before a line: what others of the pod write is not its.
+
+    The process that ran out of memory is not known: no line ties its pid to a rank.
+    """
+    lines = [
+        "[rank0]: step 1",
+        "node-c:4002:5102 [2] include/alloc.h:178 NCCL WARN Cuda failure 2 'out of memory'",
+        "[rank0]: step 2",
+    ]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(f"[pod/train-0/x] {line}" for line in lines))
+    assert judged(path) == ("undecided", ())
+
+
 def wrapped(line: str, width: int, breaks: str) -> Sequence[str]:
     """Wrap one line as a terminal (``columns``) or a program (``words``) does."""
     if breaks == "columns":

@@ -81,8 +81,13 @@ class Case:
 
     def rank_of_fact(self, fact: Any) -> int:
         """Return the rank of the process that a fact is about, which may not have written it."""
-        known = self.all.rank_of_process(getattr(fact, "host", ""), getattr(fact, "pid", -1))
-        return known if known >= 0 else self.rank(fact.line)
+        pid, writer = getattr(fact, "pid", -1), fact.line.writer
+        known = self.all.rank_of_process(getattr(fact, "host", ""), pid)
+        if known >= 0 or pid < 0:
+            return known if known >= 0 else self.rank(fact.line)
+        # The process is not known. Its line may stand in a stream of several processes.
+        is_own = writer.rank >= 0 or writer.alone or not writer.stream
+        return self.rank(fact.line) if is_own else -1
 
     def seen(self) -> set[int]:
         """Return all ranks that the log mentions as ranks of the job."""

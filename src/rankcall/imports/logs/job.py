@@ -9,7 +9,7 @@ import functools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,11 +25,11 @@ from rankcall.imports.logs.facts import (
     Member,
     Restarted,
 )
-from rankcall.imports.logs.prefixes import Line, Prefixes, Writer
+from rankcall.imports.logs.prefixes import Line, Prefixes, Step, Writer
 from rankcall.imports.logs.reading import Log, RawLine, logs_of
 from rankcall.imports.logs.sources import facts_of, markers
 from rankcall.imports.logs.tracebacks import Failure, Raised, Report, StackOfCollective, Traceback
-from rankcall.imports.logs.wrapping import wrapping_of
+from rankcall.imports.logs.wrapping import Wrapping, wrapping_of
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
 
@@ -40,6 +40,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 # For the messages of all logs together, beside the search for their lines. A line of 16 KiB that
 # was made to be slow takes up to 0.4 s, so the lines that are kept could take half an hour.
 _MOST_SECONDS = 60.0
+_SAMPLE = 200  # excerpts from which prefixes and wrapping are learnt
 _LAST = 5  # lines after the exception that ended a program
 _NEAR = 5  # lines between "failed to start" and its traceback
 _SHOWN = 170  # characters of a quoted line
@@ -78,9 +79,11 @@ class LogFacts:
             return self._rank_of_worker(writer.worker)
         if writer.stream:
             ranks = self.ranks.get((writer.file, writer.stream), set())
-            if writer.task < 0 or ranks:
+            if writer.alone and (writer.task < 0 or ranks):
                 return next(iter(ranks)) if len(ranks) == 1 else -1
-            return writer.task if self.tasks_are_ranks else -1
+            # The lines of a pod, a node or a task may be of several ranks, of which only one has
+            # put its rank before a line.
+            return writer.task if writer.task >= 0 and self.tasks_are_ranks else -1
         named = self._named_rank(writer.file)
         return named if self.ranks.get((writer.file, ""), set()) <= {named} else -1
 
@@ -181,14 +184,57 @@ def _lines_of(log: Log) -> Iterator[Line]:
     """Yield the lines of interest of a log, without prefixes, wrapped ones rejoined.
 
     All excerpts are read first, because the prefixes and the width of a terminal show only in many
-    lines. ``reading`` bounds what they take.
+    lines. ``reading`` bounds what they take. A terminal wraps what a collector has put a prefix
+    before; a program or its launcher wraps before a collector does so. Both are undone, the
+    outermost first.
     """
     runs = list(log.excerpts(markers()))
-    prefixes = Prefixes(log.index, [*log.head, *(line.text for run in runs[:200] for line in run)])
-    wrapping = wrapping_of([[RawLine(0, text) for text in log.head], *runs], prefixes)
+    texts = [line.text for run in [log.head, *runs[:_SAMPLE]] for line in run]
+    prefixes = Prefixes(log.index, texts)
+    # A marker may be broken, too. Of a short log, all lines are there, so that none is missed.
+    whole = [log.head] if log.is_short else runs
+    wrapping = wrapping_of([log.head, *runs], prefixes)
+    if wrapping is not None:
+        whole = runs = [[*wrapping.undone(run)] for run in whole]
+        texts = [line.text for run in runs[:_SAMPLE] for line in run]
+    steps = prefixes.collector(texts)
+    if steps or any("\x1b" in text for text in texts):
+        sample = [runs[0] if wrapping is not None and runs else log.head, *runs[:_SAMPLE]]
+        inner = wrapping_of(_by_stream(sample, prefixes, steps), prefixes)
+        if inner is not None:
+            yield from _undone_by_stream(inner, whole, prefixes, steps)
+            return
     for run in runs:
-        for raw in wrapping.undone(run) if wrapping is not None else run:
+        for raw in run:
             yield from prefixes.read(raw.number, raw.text)
+
+
+def _by_stream(
+    runs: Iterable[Sequence[RawLine]], prefixes: Prefixes, steps: Sequence[Step]
+) -> Iterator[list[RawLine]]:
+    """Yield the lines of each stream of some runs, without what a collector put before them."""
+    for run in runs:
+        streams: dict[str, list[RawLine]] = defaultdict(list)
+        for line in run:
+            collected = prefixes.collected(line.text, steps)
+            streams[collected.writer.stream].append(line._replace(text=collected.text))
+        yield from streams.values()
+
+
+def _undone_by_stream(
+    wrapping: Wrapping, runs: Iterable[Sequence[RawLine]], prefixes: Prefixes, steps: Sequence[Step]
+) -> Iterator[Line]:
+    """Yield the lines of runs that were wrapped before a collector put a prefix before each part.
+
+    The lines of several streams may alternate, so each is put together by itself.
+    """
+    for run in runs:
+        before = {line.number: prefixes.collected(line.text, steps) for line in run}
+        lines = [
+            line for lines in _by_stream([run], prefixes, steps) for line in wrapping.undone(lines)
+        ]
+        for raw in sorted(lines):
+            yield from prefixes.read(raw.number, raw.text, before[raw.number])
 
 
 class _Reader:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rankcall.ranks import MAX_RANKS
 
-__all__ = ["Line", "Prefixes", "Writer"]
+__all__ = ["Collected", "Line", "Prefixes", "Step", "Writer"]
 
 _MOST_PREFIXES = 8  # one after the other; a line with more is a forgery
 _FAR = 200  # characters before ``[rank3]:``: a time, a pod, the name of an actor
@@ -42,6 +42,7 @@ class Writer(NamedTuple):
         host: The host or pod that a collector put before it.
         pid: The process id that a framework put before it, or -1.
         worker: The name that a framework gave the process: ``TP12``.
+        alone: Whether its stream has the lines of one process only, and not those of a pod or node.
         by_torch: Whether torch's own prefix told the rank. torch puts it before each line of an
             exception that ends a program.
     """
@@ -54,6 +55,7 @@ class Writer(NamedTuple):
     pid: int = -1
     worker: str = ""
     by_torch: bool = False
+    alone: bool = False
 
 
 class Line(NamedTuple):
@@ -68,6 +70,15 @@ class Line(NamedTuple):
     text: str
     time: float = 0.0
     resolution: float = 0.0
+
+
+class Collected(NamedTuple):
+    """A line without a collector's prefixes, and what these told."""
+
+    text: str
+    writer: Writer
+    time: float
+    resolution: float
 
 
 @dataclass
@@ -157,11 +168,17 @@ _NO_HOST = re.compile(
 _TOKEN = re.compile(r"(?P<stream>(?P<host>[A-Za-z0-9][\w.@-]{1,120}):)\s")
 # Words before a colon are hosts only if 60 % of the lines begin with one of those that come again.
 _LEARN_SHARE, _LEARN_LEAST, _MOST_NAMES = 0.6, 4, 4096
+_COMMON_SHARE = 0.95  # of the lines of a log have a collector's prefix
 
+_JSON_BEGINS = re.compile(r'\{"([\w@.-]{1,80})": ?["\d{]')
 _JSON_TEXT = ("log", "message", "msg", "textPayload", "MESSAGE", "body", "line", "event", "text")
 _JSON_HOST = ("_HOSTNAME", "hostname", "host", "pod", "pod_name", "node", "kubernetes", "resource")
 _JSON_TIME = ("time", "timestamp", "ts", "@timestamp", "asctime")
 _JSON_RANK = ("rank", "global_rank")
+
+
+def _plain(text: str) -> str:
+    return _COLOUR.sub("", text) if "\x1b" in text else text
 
 
 def _moment(match: re.Match[str]) -> tuple[float, float]:
@@ -190,7 +207,10 @@ class Prefixes:
     def __init__(self, file: int, head: Iterable[str] = ()) -> None:
         self._file = file
         self._hosts: frozenset[str] = frozenset()
-        self._hosts = self._learnt(head)
+        texts = list(head)
+        keys = Counter(match[1] for text in texts if (match := _JSON_BEGINS.match(text)))
+        self._first_key = next((key for key, _ in keys.most_common(1)), "")
+        self._hosts = self._learnt(texts)
 
     def _learnt(self, head: Iterable[str]) -> frozenset[str]:
         """Return the words that stand before most lines, each followed by a colon: hosts' names."""
@@ -208,10 +228,47 @@ class Prefixes:
             return frozenset()
         return frozenset(common)
 
-    def read(self, number: int, text: str) -> list[Line]:
-        """Return the line without its prefixes; several if a collector put them into one record."""
+    def collector(self, texts: Sequence[str]) -> list[Step]:
+        """Return the steps that take off what a collector put before (nearly) all of some lines."""
+        lines = [_Parts(_plain(text), Writer(self._file)) for text in texts if text.strip()]
+        steps: list[Step] = []
+        while len(steps) < _MOST_PREFIXES:
+            step = self._common_step(lines)
+            if step is None:
+                break
+            steps.append(step)
+            for parts in lines:
+                self._take(step, parts)
+        return steps
+
+    def _common_step(self, lines: Sequence[_Parts]) -> Step | None:
+        for step in _STEPS:
+            taken = sum(self._take(step, replace(parts)) for parts in lines)
+            if lines and taken >= _COMMON_SHARE * len(lines):
+                return step
+        return None
+
+    def _take(self, step: Step, parts: _Parts) -> bool:
+        return "\n" not in parts.text and step(self, parts)
+
+    def collected(self, text: str, steps: Sequence[Step]) -> Collected:
+        """Return a line without the prefixes of a collector, and what these told."""
+        parts = _Parts(_plain(text), Writer(self._file))
+        for step in steps:
+            self._take(step, parts)
+        text = _REPEATED.sub("", parts.text) if "[repeated" in parts.text else parts.text
+        return Collected(text, parts.writer, parts.time, parts.resolution)
+
+    def read(self, number: int, text: str, before: Collected | None = None) -> list[Line]:
+        """Return the line without its prefixes; several if a collector put them into one record.
+
+        ``before``: What a collector's prefixes have told, if they are taken off already.
+        """
         lines = []
-        parts = self._parts(text, whole=True)
+        if before is None:
+            parts = self._parts(text, whole=True)
+        else:
+            parts = self._strip(_Parts(text, before.writer, before.time, before.resolution))
         for index, piece in enumerate(parts.text.split("\n")):
             inner = parts if not index and "\n" not in parts.text else replace(parts, text=piece)
             if "\n" in parts.text:
@@ -229,13 +286,14 @@ class Prefixes:
 
     def has_prefix(self, text: str) -> bool:
         """Whether a line begins with a prefix, so that it does not continue the line before it."""
+        record = _JSON_BEGINS.match(text)
+        if record and record[1] == self._first_key:  # its end may be in the next line
+            return True
         parts = self._parts(text, whole=True)
         return bool(parts.writer.stream or parts.resolution or parts.writer.rank >= 0)
 
     def _parts(self, text: str, *, whole: bool) -> _Parts:
-        text = _COLOUR.sub("", text) if "\x1b" in text else text
-        parts = _Parts(text, Writer(self._file))
-        return self._strip(parts, learn=not whole)
+        return self._strip(_Parts(_plain(text), Writer(self._file)), learn=not whole)
 
     def _strip(self, parts: _Parts, *, learn: bool = False) -> _Parts:
         """Take prefixes off until none is left."""
@@ -310,25 +368,39 @@ class Prefixes:
             parts.note_time(_moment(moment))
 
 
-def _described(pattern: str) -> _Step:
-    """Return the step that takes a prefix off which a pattern describes whole."""
+def _described(pattern: str, *, of_process: bool = False) -> Step:
+    """Return the step that takes a prefix off which a pattern describes whole.
+
+    ``of_process``: Each process has a prefix of its own.
+    """
     compiled = re.compile(pattern)
 
     def step(_: Prefixes, parts: _Parts) -> bool:
         match = compiled.match(parts.text)
-        return match is not None and parts.take(match)
+        if match is None or not parts.take(match):
+            return False
+        if of_process:
+            parts.writer = parts.writer._replace(alone=True)
+        return True
 
     return step
 
 
-_Step = Callable[[Prefixes, _Parts], bool]
+def _of_process(pattern: str) -> Step:
+    return _described(pattern, of_process=True)
+
+
+Step = Callable[[Prefixes, _Parts], bool]
 # The order matters where one prefix could be taken for another: a time before a host, torchrun's
 # and mpirun's numbers before srun's, and a learnt host last.
-_STEPS: tuple[_Step, ...] = (
+_STEPS: tuple[Step, ...] = (
     Prefixes._json,
-    *map(_described, (_SGLANG, _CRI, _SYSLOG)),
+    _of_process(_SGLANG),
+    *map(_described, (_CRI, _SYSLOG)),
     Prefixes._iso,
-    *map(_described, (_KUBECTL, _MPI, _TORCHRUN, _WORKER, _RAY, _COMPOSER, _ADDRESS, _STREAM)),
+    _described(_KUBECTL),
+    *map(_of_process, (_MPI, _TORCHRUN, _WORKER, _RAY, _COMPOSER)),
+    *map(_described, (_ADDRESS, _STREAM)),
     Prefixes._level,
     Prefixes._srun,
     _described(_TIME_ONLY),

@@ -39,7 +39,8 @@ _MOST_LINES = 400_000  # of one log that are kept; 1,024 ranks write about 40,00
 _MOST_KEPT = 1 << 26  # bytes of them
 _MOST_LINE = 1 << 14  # bytes of a line; the longest message lists the shapes of a collective
 _LONGEST_PIECE = 1 << 24  # of a line that is searched at once; nobody reads longer lines
-_HEAD_LINES = 400  # of the beginning, from which the prefixes of a log are learnt
+_HEAD_LINES = 1000  # of the beginning, from which the prefixes of a log are learnt
+_HEAD_BYTES = 1 << 17
 _BEFORE, _AFTER = 3, 3  # lines beside one with a marker
 _SAMPLE = 1 << 16  # bytes, which tell whether a file is text
 _NO_TEXT = re.compile(r"[^\t\n\f\r\x07\x08\x1b -\x7e\x80-\U0010ffff]")
@@ -66,15 +67,17 @@ class Log:
     Attributes:
         count: The lines read so far.
         cut: Whether the log has more than this module looks at.
-        head: The first lines, from which ``prefixes`` learns what stands before each line.
-        widest: The number of characters of the longest line that was kept or is in ``head``.
+        head: The first lines that are not empty, from which ``prefixes`` learns what stands before
+            each line, and ``wrapping`` whether they are wrapped.
+        is_short: Whether ``head`` has all lines that are not empty.
     """
 
     path: Path
     index: int = 0
     count: int = 0
     cut: bool = False
-    head: list[str] = field(default_factory=list)
+    head: list[RawLine] = field(default_factory=list)
+    is_short: bool = False
 
     @property
     def name(self) -> str:
@@ -160,11 +163,16 @@ class Log:
             self.count += block.count(b"\n", at)
             if not block.endswith(b"\n") and at < len(block):
                 self.count += 1
+        self.is_short = size <= _HEAD_BYTES and len(self.head) < _HEAD_LINES
 
     def _learn(self, block: bytes) -> None:
         """Keep the first lines."""
-        lines = block[: 1 << 17].split(b"\n")[: _HEAD_LINES - len(self.head)]
-        self.head += [_text(line, 0, len(line)) for line in lines if line.strip()]
+        lines = block[:_HEAD_BYTES].split(b"\n")[: _HEAD_LINES - len(self.head)]
+        self.head += [
+            RawLine(self.count + number, _text(line, 0, len(line)))
+            for number, line in enumerate(lines, 1)
+            if line.strip()
+        ]
 
 
 class Search:

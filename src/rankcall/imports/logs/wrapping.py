@@ -19,6 +19,7 @@ __all__ = ["Wrapping", "wrapping_of"]
 
 _NARROWEST, _WIDEST = 72, 400  # columns
 _PAIRS, _SHAPES = 4, 3  # of lines that go on below, if no message proves the wrapping
+_RESTS, _PREFIXED = 2, 4  # lines, if all others have a prefix
 _MOST_JOINED = 6  # lines of one message
 _LONGEST = 1 << 14  # characters of a line that was put together, as many as of any other line
 _DIGIT = re.compile(r"\d")
@@ -39,6 +40,8 @@ class Wrapping:
         """
         if not self.at_words and len(text) != self.width:
             return False
+        if "\n" in text or "\n" in following:
+            return False  # a collector's record of several lines
         text = text.rstrip()
         word = len(following.split(None, 1)[0]) if following.strip() else 0
         if not word or 2 * len(text) <= self.width or len(text) + 1 + word <= self.width:
@@ -107,6 +110,8 @@ def _breaks_at_words(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> b
 
 def _is_sure(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
     pairs, shapes = 0, set()
+    if _is_all_that_lacks_a_prefix(runs, wrapping):
+        return True
     for run in runs:
         for index, (line, following) in enumerate(pairwise(run)):
             # At spaces, an indented line is not the rest of one: it belongs to a traceback.
@@ -119,6 +124,25 @@ def _is_sure(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
             if (pairs >= _PAIRS and len(shapes) >= _SHAPES) or wrapping.completes(run, index):
                 return True
     return False
+
+
+def _is_all_that_lacks_a_prefix(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
+    """Whether every line but the rests of others has a prefix.
+
+    Then a line without one is a rest: a collector puts its prefix before each line.
+    """
+    rests = prefixed = 0
+    for run in runs:
+        last = ""
+        for line in run:
+            if wrapping.prefixes.has_prefix(line.text):
+                prefixed += 1
+            elif wrapping.goes_on(last, line.text):
+                rests += 1
+            elif line.text.strip():
+                return False
+            last = line.text
+    return rests >= _RESTS and prefixed >= _PREFIXED
 
 
 def _shape(text: str) -> str:
