@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rankcall.analysis.verdicts.facts import Fact
-from rankcall.analysis.verdicts.facts import Ranks as Subject
+from rankcall.analysis.verdicts.facts import Fact, Ranks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.log_sentences import summary_from_log
 from rankcall.analysis.verdicts.wording import count_of
@@ -29,7 +28,7 @@ _T = TypeVar("_T", bound=Any)
 
 
 @dataclass
-class Ranks:
+class Numbering:
     """Whether the ranks in messages about one kind of thing are those of the whole job.
 
     The members of a group are in ascending order. So if a rank has the same number in the group as
@@ -184,9 +183,9 @@ def minority(sides: Sequence[set[int]]) -> tuple[int, ...]:
     return tuple(sorted(everybody - largest))
 
 
-def subject(ranks: Iterable[int], hosts: Sequence[str] = ()) -> Subject:
+def subject(ranks: Iterable[int], hosts: Sequence[str] = ()) -> Ranks:
     """Return ranks as the subject of a fact."""
-    return Subject(tuple(sorted(set(ranks))), tuple(hosts))
+    return Ranks(tuple(sorted(set(ranks))), tuple(hosts))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

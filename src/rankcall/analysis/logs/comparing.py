@@ -2,7 +2,8 @@
 
 torch itself compares them in DETAIL mode, at barriers, and in reports on a desync. NCCL's watchdogs
 write how far each rank had come in a group, and what it timed out in. Numbers of ranks in messages
-are those within a process group: they are believed only if they are those of the job (``Ranks``).
+are those within a process group: they are believed only if they are those of the job
+(``Numbering``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rankcall.analysis.logs.case import SAME, Case, Ranks, minority, ranks_text, subject
+from rankcall.analysis.logs.case import SAME, Case, Numbering, minority, ranks_text, subject
 from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.imports.logs.facts import (
@@ -34,16 +35,16 @@ _SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 def mismatch(case: Case) -> list[Finding]:
     """Return what TORCH_DISTRIBUTED_DEBUG=DETAIL found to differ."""
     reports = case.facts(Mismatch)
-    ranks = Ranks()
+    numbering = Numbering()
     calls: dict[int, Fingerprint] = {}
     for report in reports:
-        ranks.note(case.rank(report.line), report.rank)
+        numbering.note(case.rank(report.line), report.rank)
         calls[report.rank] = report.own
     reporters = set(calls)
     for report in reports:
         # In some versions, the report of another rank lacks fields.
         calls.setdefault(report.other, report.others)
-    if not reports or ranks.wrong:
+    if not reports or numbering.wrong:
         return []
     sides: dict[tuple[object, ...], set[int]] = defaultdict(set)
     for rank, call in calls.items():
@@ -65,7 +66,7 @@ def mismatch(case: Case) -> list[Finding]:
             called,
             [report.line for report in reports],
             SAME,
-            ranks.confidence(calls),
+            numbering.confidence(calls),
             op=call.op if len(ops) == 1 else "",
             seq=max(call.seq, 0),
         )
@@ -74,10 +75,10 @@ def mismatch(case: Case) -> list[Finding]:
 
 def models(case: Case) -> list[Finding]:
     """Return the ranks whose models DDP found to differ; it compares each rank with rank 0."""
-    reports, ranks = case.facts(ModelsDiffer), Ranks()
+    reports, numbering = case.facts(ModelsDiffer), Numbering()
     for report in reports:
-        ranks.note(case.rank(report.line), report.rank)
-    if not reports or ranks.wrong:
+        numbering.note(case.rank(report.line), report.rank)
+    if not reports or numbering.wrong:
         return []
     differing = {report.rank for report in reports}
     others = {report.other for report in reports} | (case.seen() - differing)
@@ -125,14 +126,14 @@ def absent(case: Case) -> list[Finding]:
 
 
 def _monitored_barrier(case: Case) -> list[Finding]:
-    reports, ranks = case.facts(BarrierFailed), Ranks()
+    reports, numbering = case.facts(BarrierFailed), Numbering()
     for report in reports:
-        ranks.note(case.rank(report.line), report.rank)
+        numbering.note(case.rank(report.line), report.rank)
     for arrival in case.facts(BarrierReached):
-        ranks.note(case.rank(arrival.line), arrival.rank)
+        numbering.note(case.rank(arrival.line), arrival.rank)
     came = {arrival.rank for arrival in case.facts(BarrierReached)}
     missing = {rank for report in reports for rank in report.missing} - came
-    if not missing or ranks.wrong:
+    if not missing or numbering.wrong:
         return []
     waited = max(report.seconds for report in reports)
     others = came | {report.rank for report in reports}
@@ -155,7 +156,7 @@ def _monitored_barrier(case: Case) -> list[Finding]:
             [report.line for report in reports],
             f"Look at what {ranks_text(missing)} did then: its own log, and the line that "
             "the others wait in.",
-            ranks.confidence(missing),
+            numbering.confidence(missing),
             since=waited,
         )
     ]
