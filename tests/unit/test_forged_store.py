@@ -35,6 +35,8 @@ from rankcall.job.sealing import SECRET, ForgedError, job_secret, sealed
 from rankcall.job.viewers import Questions
 from rankcall.packed_json import pack, unpack
 from rankcall.ring.tables import Group
+from rankcall.rpc.backends.zmq.member_log import MemberLog
+from rankcall.rpc.rank_claims import claiming
 
 WORLD = 4
 _MOST_BYTES = 120 << 20  # of Python's memory; what the tests write takes some 20 MiB of it
@@ -314,3 +316,35 @@ def test_a_secret_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path:
     file.chmod(0o600)
     monkeypatch.setenv(f"{SECRET}_FILE", str(file))
     assert job_secret() == OURS
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("epoch", "9" * 5000, "'epoch' in the job's store is not a number"),
+        (
+            "epoch-0/size",
+            "999999999999",
+            "size' in the job's store is not a number up to 1,048,576",
+        ),
+        (
+            "epoch-0/rank/0",
+            "[" * 100_000,
+            "rank/0' in the job's store is not the claim of a worker",
+        ),
+        ("epoch-0/rank/0", '{"name": 1, "pid": 2}', "is not the claim of a worker"),
+        ("members/newest", "-1", "'members/newest' in the job's store is not a number"),
+        ("members/0", "[1]\n", "has a line of another program"),
+        ("members/0", '{"in": {"node": 1}}\n', "has a line of another program"),
+        ("members/0", '{"in": 1}\n', "has a line of another program"),
+    ],
+)
+def test_what_rpc_workers_read(key: str, value: str, message: str) -> None:
+    """``init_rpc`` says which value is no worker's. It searched a world of 10**12 for a rank."""
+    store = HashStore()
+    store.set(key, value)
+    steps = MemberLog(store).reading() if key.startswith("members") else claiming("w", -1, -1)
+    if key.startswith("epoch-0/rank"):
+        steps = claiming("w", 0, 2)
+    with pytest.raises(RuntimeError, match=message):
+        perform(store, 5.0, steps)

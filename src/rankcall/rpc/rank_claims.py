@@ -16,6 +16,8 @@ from rankcall.c10d.parts import publish_once
 from rankcall.c10d.requests import CompareSet, Read, Steps, Until
 from rankcall.errors import RpcTimeout
 from rankcall.process import DEAD, Process
+from rankcall.ranks import MAX_RANKS
+from rankcall.whole_numbers import LARGEST, whole_number
 
 # The last epoch that this process took part in, by the identity of the store.
 _last_epochs: dict[str, int] = {}
@@ -48,14 +50,14 @@ def claiming(name: str, rank: int, world_size: int) -> Steps[RankClaim]:
         epoch = yield from _enter_epoch()
         size = yield from _agree_on_size(epoch, world_size)
         _check_size(name, rank, world_size, size)
-        holder: dict[str, Any] = {}
+        holder, wanted = b"", rank
         for wanted in range(size) if rank == -1 else [rank]:
             text = yield from publish_once(key_in_epoch(epoch, f"rank/{wanted}"), claim)
             if text == claim:
                 return RankClaim(epoch, wanted, size)
-            holder = json.loads(text)
-        holder_name = holder.pop("name")
-        if Process(**holder).liveness() != DEAD:
+            holder = text
+        holder_name, process = _holder(key_in_epoch(epoch, f"rank/{wanted}"), holder)
+        if process.liveness() != DEAD:
             break
         # It died in its init_rpc. Its rank is not taken over within the epoch: it may have arrived
         # in exchanges there, which nobody can take back. So all begin again in the next epoch.
@@ -70,7 +72,7 @@ def claiming(name: str, rank: int, world_size: int) -> Steps[RankClaim]:
 
 def current_epoch() -> Steps[int]:
     """Return the epoch that the group is in; the first caller of all begins epoch 0."""
-    return int((yield from publish_once("epoch", b"0")))
+    return stored_number("epoch", (yield from publish_once("epoch", b"0")))
 
 
 def key_in_epoch(epoch: int, name: str) -> str:
@@ -86,12 +88,39 @@ def process_record() -> dict[str, Any]:
 def _agree_on_size(epoch: int, world_size: int) -> Steps[int]:
     key = key_in_epoch(epoch, "size")
     if world_size != -1:
-        return int((yield from publish_once(key, b"%d" % world_size)))
+        given = yield from publish_once(key, b"%d" % world_size)
+        return stored_number(key, given, most=MAX_RANKS)
     # Not a Wait: a TCPStore without libuv does not wake one for a key made by compare_set.
     size = yield Until(Read(key), bool)
     if size is None:
         raise RpcTimeout("no worker of the group has said how many workers there are")
-    return int(size)
+    return stored_number(key, size, most=MAX_RANKS)
+
+
+def stored_number(key: str, value: bytes, most: int = LARGEST) -> int:
+    """Return a number that workers share in the store.
+
+    Raises ``RuntimeError`` if it is none: then another program writes there, and a loop up to its
+    number would not end.
+    """
+    number = whole_number(value, most=most)
+    if number is None:
+        raise RuntimeError(_strange(key, f"not a number up to {most:,}"))
+    return number
+
+
+def _holder(key: str, text: bytes) -> tuple[str, Process]:
+    """Return the worker that has claimed a rank. Raises ``RuntimeError`` if it cannot be one."""
+    try:
+        fields = json.loads(text)
+        name = fields.pop("name")
+        return str(name), Process(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise RuntimeError(_strange(key, "not the claim of a worker")) from None
+
+
+def _strange(key: str, problem: str) -> str:
+    return f"{key!r} in the job's store is {problem}: another program writes there"
 
 
 def _check_size(name: str, rank: int, world_size: int, size: int) -> None:

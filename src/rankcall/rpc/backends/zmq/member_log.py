@@ -19,6 +19,7 @@ from rankcall.c10d.parts import publish_once
 from rankcall.c10d.requests import Append, Read, Set, Steps
 from rankcall.process import DEAD, Process
 from rankcall.rpc.deadlines import seconds_left
+from rankcall.rpc.rank_claims import stored_number
 
 WorkerRecord = Mapping[str, Any]
 Present = dict[int, WorkerRecord]
@@ -97,7 +98,7 @@ class MemberLog:
         """Return a log's lines, up to the one that closes it."""
         lines = []
         for line in ((yield Read(f"{_LOG}/{number}")) or b"").splitlines():
-            lines.append(json.loads(line))
+            lines.append(_entry(f"{_LOG}/{number}", line))
             if "end" in lines[-1]:
                 break
         return lines
@@ -114,12 +115,24 @@ class MemberLog:
 
     def _newest(self) -> Steps[int]:
         if self._number is None:
-            self._number = int((yield Read(_NEWEST)) or 0)
+            self._number = stored_number(_NEWEST, (yield Read(_NEWEST)) or b"0")
         return self._number
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:
     return json.dumps(entry).encode() + b"\n"
+
+
+def _entry(key: str, line: bytes) -> dict[str, Any]:
+    """Return an entry of a log. Raises ``RuntimeError`` if no worker can have written it."""
+    try:
+        entry = json.loads(line)
+        record = entry.get("in", {"session": 0})
+        if type(record["session"]) is int:
+            return dict(entry)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise RuntimeError(f"{key!r} in the job's store has a line of another program")
 
 
 def _is_closed(lines: list[Any]) -> bool:

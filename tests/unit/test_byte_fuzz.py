@@ -1,0 +1,228 @@
+"""Whatever the bytes are, each reader of what others wrote returns or raises its own error.
+
+The same few hundred inputs every time; ``make test-long`` fuzzes each reader for ten minutes, from
+another seed each time. Inputs that once broke a reader are among the seeds of its target.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from byte_fuzz import fuzz
+from dumps import Fault, simulate, write_dumps
+from ring_fuzz import sound_bytes
+
+from rankcall.analysis import node_snapshot
+from rankcall.analysis.logs import diagnose_logs
+from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.decoding import decode
+from rankcall.analysis.verdicts.encoding import encode
+from rankcall.c10d.requests import Add, Check, CompareSet, Now, Read, ReadMany, Steps
+from rankcall.errors import RankcallError
+from rankcall.job import choice
+from rankcall.job.other_nodes import Exchange
+from rankcall.job.posts import Posts
+from rankcall.job.sealing import sealed
+from rankcall.job.viewers import Questions
+from rankcall.packed_json import pack
+from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.run.archive import pack as pack_files
+from rankcall.run.load import load
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
+
+_WORLD = 4
+_TIMES = 200
+
+
+class Target(NamedTuple):
+    """A reader, sound inputs for it, and the errors that it may raise."""
+
+    read: Callable[[bytes], object]
+    seeds: Sequence[bytes]
+    allowed: tuple[type[Exception], ...]
+
+
+def _hang(folder: Path) -> Path:
+    """Return a run of four ranks that rank 2's death hung."""
+    return synthetic_run(folder / "job", _WORLD, 40, planted=Planted("dead", (2,), 21)).path
+
+
+def _ring(folder: Path) -> Target:
+    run = folder / "run"
+    (run / "rings").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+
+    def read(data: bytes) -> None:
+        (run / "rings/rank-00001.ring").write_bytes(data)
+        diagnosis_text(diagnose(load(run), 60.0))
+
+    return Target(read, [sound_bytes()], (RankcallError,))
+
+
+def _verdict(folder: Path) -> Target:
+    text = encode(diagnose(load(_hang(folder)), 60.0))
+
+    def read(data: bytes) -> None:
+        diagnosis_text(decode(data))
+
+    return Target(read, [text], (ValueError,))
+
+
+def _summary(folder: Path) -> bytes:
+    return node_snapshot.encode(node_snapshot.node_snapshot_of(_snapshot(folder)))
+
+
+def _snapshot(folder: Path) -> Any:
+    return snapshot_of_run(load(_hang(folder)))
+
+
+def _node(folder: Path) -> Target:
+    """Another node's snapshot: half of the inputs are damaged before they are compressed."""
+    text = zlib.decompress(_summary(folder))
+
+    def read(data: bytes) -> None:
+        for packed in (data, pack(data)):
+            try:
+                node_snapshot.merge([node_snapshot.decode(packed, _WORLD)])
+            except ValueError:
+                continue
+
+    return Target(read, [text, pack(text)], ())
+
+
+def _store(folder: Path) -> Target:
+    """What watchers read from the store: the same bytes at each key, as they are or compressed."""
+    mine, summary = _snapshot(folder), _summary(folder)
+    text = encode(diagnose(load(folder / "job"), 60.0))
+
+    def judge(snapshot: Any, before: bytes) -> bytes:
+        return before and encode(decode(before))
+
+    def read(data: bytes) -> None:
+        for value in (data, pack(data)):
+            readers: list[Steps[object]] = [
+                Exchange(lambda: None, settle_s=0.0).steps(mine, _WORLD, judge),
+                Exchange(lambda: None)._ask([(0, "a", 1)]),
+                Questions("").ask({0}, _WORLD),
+                Posts("p", _WORLD).fresh(set()),
+                choice.agree("k", lambda: choice.Choice(folder)),
+            ]
+            for steps in readers:
+                for secret in (None, b"a secret of the tests"):
+                    try:
+                        _answer(sealed(steps, lambda secret=secret: secret), value)
+                    except ValueError:
+                        continue
+
+    seeds = [
+        *(b"1", b"80", b'[[0, "a", 7], [1, "a", 8]]', b'{"ranks": [1], "parts": 2}'),
+        *(b"3\n" + summary, summary, text, b'{"run_dir": "/tmp/x", "attempt": 1}'),
+    ]
+    return Target(read, seeds, ())
+
+
+def _answer(steps: Steps[object], value: bytes) -> None:
+    """Run steps against a store with two entries of everything, and this value in each."""
+    reply: object = None
+    for _ in range(300):
+        try:
+            request = steps.send(reply)
+        except StopIteration:
+            return
+        is_count = isinstance(request, Read) and request.key.endswith(("posts", "nodes", "latest"))
+        match request:
+            case Read() if is_count:
+                reply = b"2"
+            case Read():
+                reply = value
+            case ReadMany():
+                reply = [value] * len(request.keys)
+            case CompareSet():
+                reply = request.value
+            case Now():
+                reply = 1.0
+            case Check():
+                reply = True
+            case Add():
+                reply = 2
+            case _:
+                reply = None
+
+
+def _dump(folder: Path) -> Target:
+    job = simulate(8, 30, [Fault("missing", 1, 20)])
+    kinds = [write_dumps(folder / kind, job, as_json=kind == "json") for kind in ("json", "pickle")]
+    seeds = [next(iter(kind.iterdir())).read_bytes() for kind in kinds]
+    place = write_dumps(folder / "damaged", job)
+
+    def read(data: bytes) -> None:
+        (place / "nccl_trace_rank_0").write_bytes(data)
+        diagnosis_text(diagnose(load(place), 60.0))
+
+    return Target(read, seeds, (RankcallError,))
+
+
+def _log(folder: Path) -> Target:
+    logs = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "logs").glob("*"))]
+    assert logs
+
+    def read(data: bytes) -> None:
+        (folder / "job.log").write_bytes(data)
+        diagnosis_text(diagnose_logs([folder / "job.log"]))
+
+    return Target(read, logs, (RankcallError,))
+
+
+def _archive(folder: Path) -> Target:
+    run, archives = _hang(folder), []
+    for name in ("a.tar.zst", "a.tar.gz", "a.tar"):
+        files = [(str(path.relative_to(run)), path) for path in run.rglob("*") if path.is_file()]
+        pack_files(files, folder / name, "job")
+        archives.append((folder / name).read_bytes())
+
+    def read(data: bytes) -> None:
+        (folder / "x.tar.zst").write_bytes(data)
+        diagnosis_text(diagnose(load(folder / "x.tar.zst"), 60.0))
+
+    return Target(read, archives, (RankcallError,))
+
+
+TARGETS = {
+    "ring": _ring,
+    "verdict": _verdict,
+    "node": _node,
+    "store": _store,
+    "dump": _dump,
+    "log": _log,
+    "archive": _archive,
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_any_bytes(name: str, tmp_path: Path) -> None:
+    """A reader of damaged bytes raises nothing but its own error, and stays small and quick."""
+    target = TARGETS[name](tmp_path)
+    for seed in target.seeds:
+        target.read(seed)
+    assert fuzz(target.read, target.seeds, target.allowed, times=_TIMES) == _TIMES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", TARGETS)
+def test_any_bytes_for_long(name: str, tmp_path: Path) -> None:
+    """The same for ten minutes, or for RANKCALL_FUZZ_SECONDS, from another seed each time."""
+    target = TARGETS[name](tmp_path)
+    seconds = float(os.environ.get("RANKCALL_FUZZ_SECONDS", "600"))
+    seed = time.time_ns()
+    count = fuzz(target.read, target.seeds, target.allowed, seconds=seconds, seed=seed)
+    print(f"{name}: {count:,} inputs of seed {seed}")
+    assert count
