@@ -19,6 +19,8 @@ from typing import IO, BinaryIO
 from rankcall.errors import ExportError
 from rankcall.folders import IS_LINK, UnsafeFolderError
 
+# O_NONBLOCK has no effect on regular files. Without it, opening a named pipe would wait until
+# somebody writes into it.
 _OPENED_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -30,6 +32,7 @@ def create_file(path: Path, mode: int | None = 0o600) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path, flags, 0o666 if mode is None else mode)
     try:
+        # The umask has taken bits away. The mode is set before the file has any content.
         if mode is not None and stat.S_IMODE(os.fstat(fd).st_mode) != mode:
             os.fchmod(fd, mode)
     except BaseException:
@@ -72,6 +75,7 @@ def append_line(path: Path, line: bytes) -> None:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise UnsafeFolderError(path, "is not a regular file")
+        # One write at the end of the file: lines of several processes do not mix.
         os.write(fd, line)
     finally:
         os.close(fd)
@@ -79,6 +83,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 def scratch_beside(target: Path) -> Path:
     """Return a hidden name beside ``target``; a link cannot be planted at a name that is random."""
+    # A name has at most 255 bytes: there is room for the number, also beside letters of two bytes.
     return target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
 
 
@@ -91,7 +96,7 @@ def replacing(target: Path, mode: int | None = 0o600) -> Iterator[BinaryIO]:
             yield out
             out.flush()
             scratch.replace(target)
-        except BaseException:
+        except BaseException:  # also Ctrl-C
             scratch.unlink(missing_ok=True)
             raise
 
@@ -141,5 +146,6 @@ def _opened_for_output(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
         with target.open("wb") as out:
             yield out
         return
+    # A user's link stays a link, and the file that it leads to is replaced.
     with replacing(target.resolve(), mode=None) as out:
         yield out

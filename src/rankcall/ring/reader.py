@@ -206,6 +206,7 @@ def _versions(slots: Records, parked: Records) -> bytes:
     """Return what changes whenever a record does."""
     used = parked["commit"] != 0
     parts = (slots, take_rows(parked, used)) if used.any() else (slots,)
+    # The commit word tells new records and ends. The start of an op on a device sets other fields.
     columns = ("commit", "status", "started_ns", "completed_ns")
     return b"".join([part[name].tobytes() for part in parts for name in columns])
 
@@ -234,6 +235,8 @@ def _read_records(fd: int, offset: int, length: int, live: bool) -> Records:
     first = _pread_records(fd, offset, length)
     if not live:
         return first
+    # The kernel copies while the writer writes. If the commit word is the same in two copies, the
+    # record did not change in between, so the first copy is whole.
     again = _pread_records(fd, offset, length)
     count = min(len(first), len(again))
     first, again = first[:count], again[:count]
@@ -250,6 +253,8 @@ def _pread_records(fd: int, offset: int, length: int) -> Records:
 
 
 def _stable_record(fd: int, offset: int) -> Records:
+    # A record changes three times in its life. One that changes at each of eight looks belongs to a
+    # ring that is being rewritten as fast as it is read: it is left out.
     for _ in range(8):
         copy = _pread_records(fd, offset, RECORD.itemsize)
         check = _pread_records(fd, offset, RECORD.itemsize)

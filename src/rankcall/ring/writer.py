@@ -166,7 +166,7 @@ def _header(identity: Identity, geometry: Geometry, locked: bool) -> bytes:
             "anchor_mono_ns": mono_ns,
             "anchor_epoch_ns": epoch_ns,
             "capture": CAPTURES.index(identity.capture),
-            "host": identity.host.encode()[:63],
+            "host": identity.host.encode()[:63],  # and a zero byte
             "boot_id": process.boot_id.encode(),
             "native_heartbeat_ns": mono_ns,
             "python_heartbeat_ns": mono_ns,
@@ -344,6 +344,7 @@ class PythonRing:
             word = (index + 1) << 2
             if _read_word(ring, at)[0] & 3 in _OPEN_OR_CLOSING:
                 self._park(at)
+            # Readers skip the record until its last word is written: it may be half there.
             _write_whole(ring, at, word | COMMIT_WRITING, *body)
             _write_word(ring, at, word | COMMIT_OPEN)
             _write_word(ring, _HEAD_AT, index + 1)
@@ -361,6 +362,7 @@ class PythonRing:
             self.done += 1
             if commit != word | COMMIT_OPEN:
                 return False
+            # Until it is done, readers take the fields of the end for not set.
             _write_word(ring, at, word | COMMIT_CLOSING)
             _write_word(ring, at + _COMPLETED_AT, completed_ns)
             ring[at + _STATUS_AT] = status
@@ -401,6 +403,7 @@ class PythonRing:
             place = self._geometry.inflight_offset + self._next_parking * RECORD_BYTES
             self._next_parking = (self._next_parking + 1) % self._geometry.inflight_capacity
             if _read_word(self.map, place)[0] & 3 not in _OPEN_OR_CLOSING:
+                # The word comes last, so that no reader takes a half-copied record for a whole one.
                 _write_word(self.map, place, 0)
                 self.map[place + 8 : place + RECORD_BYTES] = self.map[at + 8 : at + RECORD_BYTES]
                 _write_word(self.map, place, word)

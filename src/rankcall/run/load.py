@@ -94,6 +94,7 @@ class Run:
             ring = self.read(head, newest, budget)
             if ring is not None:
                 if newest is None:
+                    # Under both paths: the ring may have moved since ``load``.
                     self._census[head.path] = len(ring.records), ring.dropped
                     self._census[ring.path] = self._census[head.path]
                 yield ring
@@ -372,6 +373,7 @@ def load(
             where = _unpacked(source)
             scratch.append(where)
         paths = ring_paths(where, problems)
+        # Dumps may lie in a run directory. They say less than the rings there.
         other = None if any(path.suffix == ".ring" for path in paths) else _source_of(where)
         if other is not None:
             where = _rings_from(other, where, problems, budget)
@@ -382,7 +384,7 @@ def load(
     except BaseException:
         _remove(scratch)
         raise
-    if scratch:
+    if scratch:  # records are read from there for as long as somebody has the run
         weakref.finalize(run, _remove, scratch)
     return run
 
