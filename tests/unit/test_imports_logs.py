@@ -342,6 +342,101 @@ def test_a_pid_is_tied_to_a_rank_by_nccl(tmp_path: Path) -> None:
     assert "Process 4002 on node-c failed with Cuda failure 2 'out of memory'" in finding.summary
 
 
+def test_hccl_ties_a_pid_to_a_rank(tmp_path: Path) -> None:
+    """Only one line has the rank; the error of the same process, which has no prefix, names it."""
+    lines = [
+        "[ERROR] 2026-03-14-18:07:20 (PID:4711, Device:1, RankID:9) ERR01100 OPS call failed",
+        "EJ0002: [PID: 4711] 2026-03-14-12:45:31.202.787 The network port is down.",
+        "EI0002: [PID: 4700] 2026-03-14-13:15:31.713.335 The wait execution of the Notify register "
+        "times out. Reason: The Notify register has not received the Notify record from remote "
+        "rank: [1]. base information: [streamID:[109], taskID[38]]",
+    ]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(lines))
+    (finding,) = diagnose_logs([path]).findings
+    assert (finding.kind, finding.ranks) == ("dead", (9,))
+    assert "cable" in finding.advice
+    path.write_text(lines[2])
+    (finding,) = diagnose_logs([path]).findings
+    assert (finding.kind, finding.ranks) == ("undecided", ())
+    assert "rank 1 of its group" in finding.advice
+
+
+def test_the_table_of_links_of_hccl(tmp_path: Path) -> None:
+    """Both ends of a link that was not made are named by address, and no rank of the job is."""
+    head = (
+        "[ERROR] HCCL(669593,python3):2026-03-14-18:13:19.031.74{} [hccl_socket_manager.cc:64{}] "
+    )
+    rows = [
+        "[673943]   _________________________LINK_ERROR_INFO___________________________",
+        "[673943]   |  comm error, device[0]",
+        "[673943]   |  dest_ip(user_rank)  |   dest_port   |  src_ip(user_rank)   |   src_port   |"
+        "   MyRole   |   Status   |    TlsStatus   |",
+        "[673943]   |  192.7.3.198(1)   |  16666  |   192.7.2.199(0)   |  0  |  server  |"
+        " time out |   DISABLE  |",
+    ]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(head.format(n, n) + row for n, row in enumerate(rows)))
+    (finding,) = diagnose_logs([path]).findings
+    assert (finding.kind, finding.ranks) == ("undecided", ())
+    assert "192.7.2.199 (rank 0 of its group) and 192.7.3.198 (rank 1 of its" in finding.advice
+
+
+def test_which_node_the_links_are_bad_of(tmp_path: Path) -> None:
+    """Of 43 broken connections, node-b reports 41, and 41 others cannot reach it."""
+    text = "{}:{}:5102 [2] misc/socket.cc:49 NCCL WARN Connection closed by remote peer {}<{}>"
+    bad = [text.format("node-b", 4000 + n, f"node-{n % 5}x", 50000 + n) for n in range(41)]
+    others = [text.format("node-a", 1, "node-c", 1), text.format("node-c", 1, "node-a", 1)]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([*bad, *others]))
+    (finding,) = diagnose_logs([path]).findings
+    assert (finding.kind, finding.ranks) == ("undecided", ())
+    assert "node-b reports 41 of 43 link errors." in finding.summary
+    path.write_text("\n".join(text.format(f"node-{n}", 1, "node-b-ib", n) for n in range(9)))
+    (finding,) = diagnose_logs([path]).findings
+    assert "link errors" not in finding.summary  # nothing to compare with: all name one peer
+    lines = [text.format(f"node-{n}", 1, "node-b-ib", n) for n in range(9)]
+    path.write_text("\n".join([*lines, text.format("node-1", 1, "node-2", 1)]))
+    (finding,) = diagnose_logs([path]).findings
+    assert "9 of 10 link errors are about the connection to node-b-ib." in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "advice"),
+    [
+        ("kernel: mlx5_core 0000:5e:00.0 ens1f0np0: Link down", "ens1f0np0: Link down", "cable"),
+        ("kernel: mce: [Hardware Error]: CPU 12: Machine Check Exception: 5", "CPU 12", "drain"),
+        ("kernel: amdgpu 0000:c5:00.0: amdgpu: GPU reset begin!. Source:  3", "reset", "drain"),
+    ],
+)
+def test_what_the_kernel_reports(tmp_path: Path, line: str, words: str, advice: str) -> None:
+    """A report of a device that may be nobody's names the node, and no rank of the file's name."""
+    path = tmp_path / "rank3.log"
+    path.write_text(f"Mar 14 09:02:36 node-a {line}\n")
+    (finding,) = diagnose_logs([path]).findings
+    assert (finding.kind, finding.ranks) == ("undecided", ())
+    assert "The kernel of node-a reports" in finding.summary
+    assert words in finding.summary
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("Global rank 3 (PID 4711) exited with code -11", ("dead", (3,))),
+        ("Global rank 3 (PID 4711) exited with code -9", ("undecided", ())),  # composer kills, too
+        ("Global rank 3 (PID 4711) exited with code 1", ("undecided", ())),
+    ],
+)
+def test_what_composer_says_of_a_worker(
+    tmp_path: Path, line: str, expected: tuple[str, tuple[int, ...]]
+) -> None:
+    """composer names the rank in the job; a signal that no failure sends is the rank's own."""
+    path = tmp_path / "job.log"
+    path.write_text(line + "\n")
+    assert judged(path) == expected
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -116,10 +116,25 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         [
             of(R.RANK_NOT_SAID),
             of(R.PROCESS_FAILED, error="out of memory"),
+            of(R.KERNEL_REPORTS, error="Xid 79", host="node-a"),
+            of(R.KERNEL_REPORTS, error="Xid 79"),
+            Fact(
+                R.LINK_ERRORS,
+                number=41,
+                values=(("host", "node-b"), ("end", "host"), ("all", "43")),
+            ),
+            Fact(
+                R.LINK_ERRORS,
+                number=41,
+                values=(("host", "node-c"), ("end", "peer"), ("all", "43")),
+            ),
             of(R.SPAWNED_ENDED, process="1"),
             of(R.WORKER_ENDED, code="1"),
         ],
         f"{NOT_SAID} A process failed with out of memory. "
+        "The kernel of node-a reports: Xid 79. The kernel reports: Xid 79. "
+        "node-b reports 41 of 43 link errors. "
+        "41 of 43 link errors are about the connection to node-c. "
         "Process 1 of those that torch.multiprocessing started failed. "
         "A worker ended with code 1.",
     ),

@@ -21,12 +21,22 @@ _ADVICE = (
         "`nvidia-smi` on that node shows who has it.",
     ),
     (
-        r"[Aa]ddress already in use|EADDRINUSE",
+        r"[Aa]ddress already in use|EADDRINUSE|EJ0003|bind the IP port",
         "Another process has this port{on}: end what is left of an earlier job (`ss -ltnp` shows "
         "it), or choose another port.",
     ),
     (
-        r"Xid|fallen off the bus|uncorrectable|NVLink error",
+        r"[Ll]ink (?:is )?(?:[Dd]own|DOWN)|network port is down|EJ0002",
+        "A network port lost its link{on}: look at its cable, its switch port, and its counters "
+        "(ethtool, ibstat).",
+    ),
+    (
+        r"memory pressure|memory ran out|OOMKilled",
+        "The node's memory ran out{on}: give the container more, or use less of it, for example "
+        "with fewer data loaders.",
+    ),
+    (
+        r"Xid|fallen off the bus|uncorrectable|NVLink error|GPU reset|hardware error|DEVICE_LOST",
         "The device itself reports this: drain the node{on}, and run its diagnostics (dcgmi diag) "
         "before it is used again.",
     ),

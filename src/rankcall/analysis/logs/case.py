@@ -82,8 +82,10 @@ class Case:
         """Return the rank of the process that a fact is about, which may not have written it."""
         pid, writer = getattr(fact, "pid", -1), fact.line.writer
         known = self.all.rank_of_process(getattr(fact, "host", ""), pid)
-        if known >= 0 or pid < 0:
-            return known if known >= 0 else self.rank(fact.line)
+        if known >= 0 or getattr(fact, "by_kernel", False):
+            return known
+        if pid < 0:
+            return self.rank(fact.line)
         # The process is not known. Its line may stand in a stream of several processes.
         is_own = writer.rank >= 0 or writer.alone or not writer.stream
         return self.rank(fact.line) if is_own else -1

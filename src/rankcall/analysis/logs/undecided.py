@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rankcall.analysis.logs.advice import advice_for
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, subject
 from rankcall.analysis.logs.comparing import late_ranks
@@ -32,6 +34,8 @@ _RECORD = (
     "write Flight Recorder dumps (TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1), and "
     "give their folder to `rankcall diagnose`; on Gloo, set TORCH_DISTRIBUTED_DEBUG=DETAIL."
 )
+# A host is named for its links if so many hosts and messages are there, and most are of it.
+_FEW_HOSTS, _FEW_LINK_ERRORS, _MOST_OF_THEM = 2, 5, 0.75
 _ALL_LOGS = "Give this command the logs of all ranks and of all nodes, too."
 # Facts that show a failure, the most telling first. A rank's place in a communicator, a restart and
 # a worker that the launcher ended are no failure of their own.
@@ -122,6 +126,11 @@ def _causes(case: Case) -> list[Fact]:
     for outside in case.facts(Outside)[:1]:
         what = outside.what[:160].rstrip(".")
         facts.append(_fact(Relation.ENDED_FROM_OUTSIDE, what=what))
+    for fault in case.facts(DeviceFault)[:1]:
+        if fault.by_kernel and fault.pid < 0:
+            error = fault.what[:160].rstrip(".")
+            facts.append(_fact(Relation.KERNEL_REPORTS, error=error, host=fault.host))
+            return [*facts, *_link_errors(case)]
     for what, line, host, pid in _own_faults(case)[:1]:
         facts.append(
             _fact(
@@ -148,6 +157,25 @@ def _causes(case: Case) -> list[Fact]:
                 code=str(ending.code),
             )
         )
+    return [*facts, *_link_errors(case)]
+
+
+def _link_errors(case: Case) -> list[Fact]:
+    """Return the host that most messages about broken connections name, if several hosts are named.
+
+    One that reports most of them has a link that fails; one that most others cannot reach has, too.
+    """
+    troubles = [fact for fact in case.facts(Trouble) if fact.host or fact.peer]
+    facts = []
+    for end in ("host", "peer"):
+        names = Counter(getattr(fact, end).partition("<")[0] for fact in troubles)
+        names.pop("", None)
+        if len(names) < _FEW_HOSTS or names.total() < _FEW_LINK_ERRORS:
+            continue
+        host, count = names.most_common(1)[0]
+        if count >= _MOST_OF_THEM * names.total():
+            values = ("host", host), ("end", end), ("all", str(names.total()))
+            facts.append(Fact(Relation.LINK_ERRORS, number=count, values=values))
     return facts
 
 

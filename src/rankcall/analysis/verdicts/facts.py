@@ -134,6 +134,8 @@ class Relation(str, Enum):
     RANK_NOT_SAID = "rank_not_said"  # there was a failure, and no line says which rank is at fault
     ENDED_FROM_OUTSIDE = "ended_from_outside"  # something that is no rank did. values: what
     PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
+    KERNEL_REPORTS = "kernel_reports"  # a device, a port or the processor. values: error, host
+    LINK_ERRORS = "link_errors"  # of a host. values: host, end (host or peer), all
     SPAWNED_ENDED = "spawned_ended"  # of torch.multiprocessing. values: process, signal
     WORKER_ENDED = "worker_ended"  # by the launcher of a node. values: local_rank, host, code
     FAILED_FIRST = "failed_first"  # of the ranks that torchrun saw, which can follow from another

@@ -146,6 +146,18 @@ def _process_failed(fact: Fact) -> str:
     return f"{process}{f' on {host}' if host else ''} failed with {fact.value('error')}."
 
 
+def _kernel_reports(fact: Fact) -> str:
+    host = fact.value("host")
+    return f"The kernel{f' of {host}' if host else ''} reports: {fact.value('error')}."
+
+
+def _link_errors(fact: Fact) -> str:
+    how_many = f"{int(time_of(fact)):,} of {int(fact.value('all')):,} link errors"
+    if fact.value("end") == "host":
+        return f"{fact.value('host')} reports {how_many}."
+    return f"{how_many} are about the connection to {fact.value('host')}."
+
+
 def _spawned_ended(fact: Fact) -> str:
     signal = fact.value("signal")
     how = f"ended by {signal}" if signal else "failed"
@@ -174,6 +186,8 @@ def _no_failure_seen(fact: Fact) -> str:
 _KNOWN: dict[Relation, Callable[[Fact], str]] = {
     Relation.ENDED_FROM_OUTSIDE: _ended_from_outside,
     Relation.PROCESS_FAILED: _process_failed,
+    Relation.KERNEL_REPORTS: _kernel_reports,
+    Relation.LINK_ERRORS: _link_errors,
     Relation.SPAWNED_ENDED: _spawned_ended,
     Relation.WORKER_ENDED: _worker_ended,
     Relation.TIMED_OUT: lambda fact: f"{name_of(fact)} timed out, and waited for others.",

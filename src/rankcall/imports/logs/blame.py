@@ -14,12 +14,13 @@ __all__ = ["blame_of", "blame_of_code", "signal_of"]
 
 # What a process says when its own device, memory or program failed, whatever it was doing then.
 _OWN = re.compile(
-    r"CUDA error: (?!.{0,80}(?:remote|peer|network))|[Cc]uda failure|CUDA out of memory"
+    r"CUDA error: (?!.{0,80}(?:remote|peer|network))|[Cc]uda failure|HIP failure|CUDA out of memory"
     r"|(?:HIP|NPU|XPU|MPS) (?:out of memory|error)|OutOfMemoryError|uncorrectable (?:ECC|NVLink)"
     r"|unspecified launch failure|illegal memory access|device-side assert|unhandled cuda error"
     r"|Call to CUDA function failed|Failed to (?:CUDA|Cuda) (?:host )?(?:m|c)alloc"
     r"|[Aa]ddress already in use|EADDRINUSE|Error while creating shared memory segment"
     r"|loss (?:is|became) nan|NaN (?:loss|detected)|heartbeat of the device|aicore|AI ?Core"
+    r"|RESULT_ERROR_(?:DEVICE_LOST|OUT_OF)"
 )
 # What a process says when something that is no rank ended it, or took its disk.
 _OUTSIDE = re.compile(

@@ -162,7 +162,7 @@ class Restarted(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A process says which rank it is in a communicator of so many ranks."""
+    """A process says which rank it is in a communicator of so many ranks; 0: in the job."""
 
     line: Line
     host: str
@@ -185,12 +185,16 @@ class Trouble(NamedTuple):
 
 
 class DeviceFault(NamedTuple):
-    """A process says that its own device failed or ran out of memory. ``what`` quotes it."""
+    """A process says that its own device failed or ran out of memory. ``what`` quotes it.
+
+    ``by_kernel``: The kernel of the host says so, of a device that may be nobody's.
+    """
 
     line: Line
     what: str
     host: str = ""
     pid: int = -1
+    by_kernel: bool = False
 
 
 class Fatal(NamedTuple):

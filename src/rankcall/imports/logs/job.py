@@ -109,7 +109,7 @@ class LogFacts:
         size = max((member.size for member in members), default=0)
         ranks: dict[int, dict[str, int]] = defaultdict(dict)
         for member in members:
-            if member.size == size:
+            if member.size in (0, size):
                 ranks[member.pid].setdefault(member.host, member.rank)
         for failure in self.failures:
             ranks[failure.pid].setdefault(failure.host, failure.rank)
@@ -189,7 +189,8 @@ def _lines_of(log: Log) -> Iterator[Line]:
     outermost first.
     """
     runs = list(log.excerpts(markers()))
-    texts = [line.text for run in [log.head, *runs[:_SAMPLE]] for line in run]
+    sample = [log.head] if log.is_short else [log.head, *runs[:_SAMPLE]]
+    texts = [line.text for run in sample for line in run]
     prefixes = Prefixes(log.index, texts)
     # A marker may be broken, too. Of a short log, all lines are there, so that none is missed.
     whole = [log.head] if log.is_short else runs

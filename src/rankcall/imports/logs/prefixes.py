@@ -163,7 +163,7 @@ _COMPOSE = r"(?P<stream>(?P<host>[A-Za-z0-9][\w.-]{0,120})\s+\|)(?! ?.{0,39}\|) 
 # What may begin a line of a message without being a host's name: ``ValueError: ...``.
 _NO_HOST = re.compile(
     r"(?:\w*(?:Error|Exception|Warning|Interrupt|Exit|Iteration)|Traceback|File|[A-Z]{4,8}|https?"
-    r"|srun|slurmstepd|mpirun|rank\d*|Rank|time|host|rank|exitcode|error_file|traceback|Failures)$"
+    r"|E[IJ]\d{4}|srun|slurmstepd|mpirun|rank\d*|Rank|time|host|rank|exitcode|error_file|traceback|Failures)$"
 )
 _TOKEN = re.compile(r"(?P<stream>(?P<host>[A-Za-z0-9][\w.@-]{1,120}):)\s")
 # Words before a colon are hosts only if 60 % of the lines begin with one of those that come again.

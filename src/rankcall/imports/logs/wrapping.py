@@ -20,6 +20,7 @@ __all__ = ["Wrapping", "wrapping_of"]
 _NARROWEST, _WIDEST = 72, 400  # columns
 _PAIRS, _SHAPES = 4, 3  # of lines that go on below, if no message proves the wrapping
 _RESTS, _PREFIXED = 2, 4  # lines, if all others have a prefix
+_LOOKED_AT = 2000  # lines whose prefixes are looked for
 _MOST_JOINED = 6  # lines of one message
 _LONGEST = 1 << 14  # characters of a line that was put together, as many as of any other line
 _DIGIT = re.compile(r"\d")
@@ -134,6 +135,8 @@ def _is_all_that_lacks_a_prefix(runs: Sequence[Sequence[RawLine]], wrapping: Wra
     rests = prefixed = 0
     for run in runs:
         last = ""
+        if rests + prefixed > _LOOKED_AT:
+            break
         for line in run:
             if wrapping.prefixes.has_prefix(line.text):
                 prefixed += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rankcall.imports.logs.facts import Fact, Member
+from rankcall.imports.logs.facts import Fact, Member, Outside
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.sources.message import Message, Source, aborting, trouble
 from rankcall.ranks import MAX_RANKS
@@ -44,6 +44,19 @@ _RAY_DIED = re.compile(
     r"|Task was killed due to the node running low on memory)"
     r"(.{0,300})"
 )
+
+
+_RAY_MEMORY = re.compile(
+    r"(\d{1,7}) Workers \(tasks / actors\) killed due to memory pressure \(OOM\)"
+    r"(?:.{0,200}?IP: ([\w.:]{3,45})\))?"
+)
+
+
+def _ray_memory(line: Line, match: re.Match[str]) -> Fact | None:
+    if match[1] == "0":
+        return None
+    where = f" on {match[2]}" if match[2] else ""
+    return Outside(line, f"Ray killed {match[1]} of its workers{where}, because memory ran out")
 
 
 SOURCES: tuple[Source, ...] = (
@@ -86,6 +99,17 @@ SOURCES: tuple[Source, ...] = (
                 "[2026-03-14 09:02:36 TP3] Scheduler hit an exception: Traceback (most recent call "
                 "last):",
                 "SGLang 0.4 and newer",
+            ),
+            Message(
+                "Ray kills workers because the node's memory runs out",
+                ("killed due to memory pressure",),
+                _RAY_MEMORY,
+                _ray_memory,
+                "(raylet) [2026-03-14 07:23:59,445 E 395 395] (raylet) node_manager.cc:3049: 10 "
+                "Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed "
+                "due to other reasons at node (ID: e5d9, IP: 10.0.62.231) over the last time "
+                "period.",
+                "Ray 2.2 and newer",
             ),
             Message(
                 "Ray says that an actor or a worker is gone",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rankcall.imports.logs.blame import OWN_SIGNALS
+from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
 from rankcall.imports.logs.facts import (
     AttemptEnded,
     Fact,
@@ -17,6 +17,7 @@ from rankcall.imports.logs.facts import (
 )
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.sources.message import Message, Source, any_of, outside, ranks_in
+from rankcall.ranks import MAX_RANKS
 
 __all__ = ["SOURCES"]
 
@@ -102,6 +103,26 @@ _SLURM_END = re.compile(
     r"((?:STEP|JOB|step|job) \S{1,60} ON \S{1,200} CANCELLED AT \S{1,40}(?: DUE TO [A-Z ]{1,60})?"
     r"|.{0,80}DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL\w*))"
 )
+_NODE_FAILED = re.compile(r"srun: error: (Node failure on [\w,\[\]-]{1,400})")
+_SSH_FAILED = re.compile(r"pdsh@\S{1,200}: ([\w.-]{1,253}): (ssh exited with exit code 255)")
+
+
+def _ssh_failed(line: Line, match: re.Match[str]) -> Fact:
+    return Outside(line, f"pdsh lost {match[1]}: {match[2]}")
+
+
+_COMPOSER_EXIT = re.compile(
+    r"Global rank (\d{1,7}) \(PID (\d{1,10})\) exited with code (-?\d{1,5})"
+)
+
+
+def _composer_exit(line: Line, match: re.Match[str]) -> Fact | None:
+    code, rank = int(match[3]), int(match[1])
+    if not code or rank >= MAX_RANKS:
+        return None
+    return LauncherExit(line, (rank,), signal_of(code), is_first=False)
+
+
 _SLURM_OOM = re.compile(
     r"slurmstepd\S*: error: (?:Detected (\d{1,7}) oom[-_]kill event|.{0,80}oom-kill)"
 )
@@ -208,6 +229,28 @@ SOURCES: tuple[Source, ...] = (
                 "subprocess 70213",
                 "DeepSpeed 0.6 and newer",
             ),
+            Message(
+                "a node cannot be reached",
+                ("ssh exited with exit code 255",),
+                _SSH_FAILED,
+                _ssh_failed,
+                "pdsh@node-a: node-b: ssh exited with exit code 255",
+                "pdsh 2",
+            ),
+        ),
+    ),
+    Source(
+        "composer",
+        "`rank3[pid][thread]:`; the launcher's own lines name the rank in the job",
+        (
+            Message(
+                "how a worker ended",
+                (") exited with code",),
+                _COMPOSER_EXIT,
+                _composer_exit,
+                "Global rank 3 (PID 4711) exited with code -11",
+                "composer 0.5 and newer",
+            ),
         ),
     ),
     Source(
@@ -238,6 +281,14 @@ SOURCES: tuple[Source, ...] = (
                 outside,
                 "slurmstepd: error: *** STEP 812.0 ON node-3 CANCELLED AT 2026-03-14T09:02:36 DUE "
                 "TO TIME LIMIT ***",
+                "Slurm 17 and newer",
+            ),
+            Message(
+                "Slurm lost a node",
+                ("Node failure on",),
+                _NODE_FAILED,
+                outside,
+                "srun: error: Node failure on node-3",
                 "Slurm 17 and newer",
             ),
             Message(

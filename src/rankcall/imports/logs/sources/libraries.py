@@ -1,4 +1,4 @@
-"""Messages of the libraries below torch that move the data: NCCL, RCCL and HCCL."""
+"""Messages of the libraries below torch that move the data: NCCL, RCCL, HCCL and oneCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _NCCL_INIT = re.compile(
     + r"N?R?CCL INFO .{0,200}?rank (\d{1,7}) nranks (\d{1,7}) .{0,300}?Init (?:START|COMPLETE)"
 )
 _NCCL_WARN = re.compile(_NCCL_HEAD + r"(?:\S{1,200}:\d{1,6} )?(?:N|R)CCL WARN (.{1,1000})")
-_PEER = re.compile(r"(?:remote peer|peer|to|from) ([\w.-]{1,253}(?:<\d{1,6}>)?)\s*$")
+_PEER = re.compile(
+    r"(?:remote peer|peer|to|from) ([\w.-]{1,253}(?:<\d{1,6}>)?)(?=\s*$| with status)"
+)
 
 
 def _member(line: Line, match: re.Match[str]) -> Fact | None:
@@ -34,13 +36,62 @@ def _nccl_warn(line: Line, match: re.Match[str]) -> Fact | None:
     return Trouble(line, match[1], int(match[2]), peer[1] if peer else "")
 
 
-_HCCL = re.compile(r"\b(E[IJ]\d{4})\b:? ?(.{0,300})")
-_HCCL_OWN = ("EI0001", "EI0007", "EI0011")  # environment, resources: this process could not do it
+_HCCL = re.compile(
+    r"\b(E[IJ]\d{4})\b:? ?(?:\[PID: (\d{1,10})\] ?)?(?:\d{4}-[\d:.-]{1,30} ?)?(.{0,1000})"
+)
+# What this process could not do itself: its settings, its memory, its network port, its device.
+_HCCL_OWN = ("EI0001", "EI0007", "EI0011", "EI0012", "EJ0002", "EJ0003")
+_HCCL_PEER = re.compile(
+    r"remote rank: ?\[(\d{1,7})\]"
+    r"|remoteUser[rR]ank\[(\d{1,7})\](?:-remote_?[iI]p_?[aA]ddr\[([\w.:]{1,45}))?"
+)
+_END_OF_LINK = r"([\d.a-f:]{3,45})\((\d{1,7})\) {1,9}\| {1,9}\d{1,10} {1,9}\| {1,9}"
+_HCCL_LINK = re.compile(
+    rf"(?:HCCL\((\d{{1,10}}),.{{0,200}})?\| {{1,9}}{_END_OF_LINK}{_END_OF_LINK}"
+    r"(?:client|server) {1,9}\| {0,9}time out"
+)
+_NPU_RANK = re.compile(r"\(PID:(\d{1,10}), Device:\d{1,4}, RankID:(\d{1,7})\)")
 
 
 def _hccl(line: Line, match: re.Match[str]) -> Fact:
-    what = f"{match[1]} {match[2]}".strip()
-    return DeviceFault(line, what) if match[1] in _HCCL_OWN else Trouble(line)
+    what, pid = f"{match[1]} {match[3]}".strip(), int(match[2] or -1)
+    if match[1] in _HCCL_OWN:
+        return DeviceFault(line, what, pid=pid)
+    peer = _HCCL_PEER.search(match[3])
+    named = _rank_of_group(peer[3] or "", peer[1] or peer[2]) if peer else ""
+    return Trouble(line, pid=pid, peer=named)
+
+
+def _hccl_link(line: Line, match: re.Match[str]) -> Fact:
+    own, peer = _rank_of_group(match[4], match[5]), _rank_of_group(match[2], match[3])
+    return Trouble(line, own, int(match[1] or -1), peer)
+
+
+def _rank_of_group(address: str, rank: str) -> str:
+    """Name a process by its rank in its communicator, which may not be that in the job."""
+    return f"{address} (rank {rank} of its group)" if address else f"rank {rank} of its group"
+
+
+def _npu_rank(line: Line, match: re.Match[str]) -> Fact | None:
+    rank = int(match[2])
+    return Member(line, line.writer.host, int(match[1]), rank, 0) if rank < MAX_RANKS else None
+
+
+_ONECCL = re.compile(r"\((\d{1,10})\) \|CCL_ERROR\| (.{1,400})")
+_LEVEL_ZERO = re.compile(
+    r"(?:UR_RESULT_ERROR|ZE_RESULT_ERROR|PI_ERROR)_(DEVICE_LOST|OUT_OF_(?:DEVICE_MEMORY|RESOURCES))"
+)
+
+
+def _oneccl(line: Line, match: re.Match[str]) -> Fact:
+    device = _LEVEL_ZERO.search(match[2])
+    if device:
+        return DeviceFault(line, device[0], pid=int(match[1]))
+    return Trouble(line, pid=int(match[1]))
+
+
+def _level_zero(line: Line, match: re.Match[str]) -> Fact | None:
+    return None if "|CCL_ERROR|" in line.text else DeviceFault(line, match[0])
 
 
 SOURCES: tuple[Source, ...] = (
@@ -70,15 +121,65 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source(
         "HCCL",
-        "none that tells the rank",
+        "`HCCL(pid,name):`; `(PID:1292363, Device:1, RankID:1)` of torch_npu ties a pid to a rank",
         (
             Message(
                 "an error of the collective library or of its links",
                 ("EI00", "EJ00"),
                 _HCCL,
                 _hccl,
-                "EI0002: Notify wait timeout, remote rank did not answer within 1836 s",
+                "[rank1]: EI0009: [PID: 2225827] 2026-03-14-20:59:48.119.066 Transport init error. "
+                "Reason: [Create][DestLink]Create Dest error! createLink para:rank[1]-"
+                "localUserrank[1]-localIpAddr[172.16.0.114], dst_rank[0]-remoteUserrank[0]-"
+                "remote_ip_addr[172.16.0.115]",
                 "CANN 7 and newer",
+            ),
+            Message(
+                "a row of the table of links that were not made in time",
+                ("time out |",),
+                _HCCL_LINK,
+                _hccl_link,
+                "[ERROR] HCCL(669593,python3):2026-03-14-18:13:19.031.756 [hccl_socket_manager.cc:"
+                "599] [673943]   |  192.7.3.198(1)   |  16666  |   192.7.2.199(0)   |  0  |  "
+                "server  | time out |   DISABLE  |",
+                "CANN 7 and newer",
+            ),
+            Message(
+                "which rank a process is",
+                ("RankID:",),
+                _NPU_RANK,
+                _npu_rank,
+                "[ERROR] 2026-03-14-18:07:20 (PID:1292363, Device:1, RankID:1) ERR01100 OPS call "
+                "acl api failed.",
+                "torch_npu 2.1 and newer",
+            ),
+        ),
+    ),
+    Source(
+        "oneCCL, Level Zero",
+        "`(pid) |CCL_ERROR|`; no rank",
+        (
+            Message(
+                "an error of the collective library",
+                ("|CCL_ERROR|",),
+                _ONECCL,
+                _oneccl,
+                "2026:03:14-14:34:47:(19220) |CCL_ERROR| comm_selector.cpp:57 create_comm_impl: "
+                "condition ccl::global_data::get().ze_data failed",
+                "oneCCL 2021 and newer",
+            ),
+            Message(
+                "a device is lost or has no memory left",
+                (
+                    "ERROR_DEVICE_LOST",
+                    "ERROR_OUT_OF_DEVICE_MEMORY",
+                    "ERROR_OUT_OF_RESOURCES",
+                ),
+                _LEVEL_ZERO,
+                _level_zero,
+                "RuntimeError: level_zero backend failed with error: 20 "
+                "(UR_RESULT_ERROR_DEVICE_LOST)",
+                "torch 2.4 and newer on XPU",
             ),
         ),
     ),

@@ -16,9 +16,17 @@ _OOM = re.compile(
 )
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]{4,20})\): (\d{1,4}), (.{0,300})")
 _XID_PID = re.compile(r"pid='?(\d{1,10})")
+_AMD = re.compile(r"amdgpu (\S{4,20}): amdgpu: (GPU reset begin!.{0,80})")
+_MCE = re.compile(
+    r"mce: \[Hardware Error\]: (CPU \d{1,5}: Machine Check.{0,120}|.{0,80}[Uu]ncorrect.{0,120})"
+)
+_LINK_DOWN = re.compile(
+    r"((?:mlx\d_core|mlx\d_ib|ice|bnxt_en|i40e|efa|irdma) .{0,80}?"
+    r"[Ll]ink (?:is )?(?:[Dd]own|DOWN).{0,40})"
+)
 _EVICTED = re.compile(
     r"(The node (?:was low on resource: \S+|had condition: \[\w+\])|Evicted pod|OOMKilled"
-    r"|Back-?[Oo]ff restarting failed container|NodeNotReady|Preempted by)"
+    r"|imminent node shutdown|Back-?[Oo]ff restarting failed container|NodeNotReady|Preempted by)"
 )
 
 
@@ -36,7 +44,21 @@ def _oom(line: Line, match: re.Match[str]) -> Fact:
 def _xid(line: Line, match: re.Match[str]) -> Fact:
     pid = _XID_PID.search(match[3])
     what = f"Xid {match[2]} on {match[1]}: {match[3].strip()}"
-    return DeviceFault(line, what, line.writer.host, int(pid[1]) if pid else -1)
+    return DeviceFault(line, what, line.writer.host, int(pid[1]) if pid else -1, by_kernel=True)
+
+
+def _amd(line: Line, match: re.Match[str]) -> Fact:
+    what = f"amdgpu {match[1]}: {match[2].strip()}"
+    return DeviceFault(line, what, line.writer.host, by_kernel=True)
+
+
+def _machine_check(line: Line, match: re.Match[str]) -> Fact:
+    what = f"hardware error: {match[1].strip()}"
+    return DeviceFault(line, what, line.writer.host, by_kernel=True)
+
+
+def _link_down(line: Line, match: re.Match[str]) -> Fact:
+    return DeviceFault(line, " ".join(match[1].split()), line.writer.host, by_kernel=True)
 
 
 SOURCES: tuple[Source, ...] = (
@@ -63,8 +85,36 @@ SOURCES: tuple[Source, ...] = (
                 "NVIDIA's driver 450 and newer",
             ),
             Message(
+                "an AMD device is reset",
+                ("GPU reset begin!",),
+                _AMD,
+                _amd,
+                "[  950.818179] amdgpu 0000:c5:00.0: amdgpu: GPU reset begin!. Source:  3",
+                "Linux 6",
+            ),
+            Message(
+                "the processor or its memory has an error that cannot be corrected",
+                ("mce: [Hardware Error]",),
+                _MCE,
+                _machine_check,
+                "Mar 14 09:02:36 node-a kernel: mce: [Hardware Error]: CPU 12: Machine Check "
+                "Exception: 5 Bank 7: be00000000800400",
+                "Linux 4 and newer",
+            ),
+            Message(
+                "a network port lost its link",
+                ("ink down", "ink DOWN", "ink is Down", "ink is down", "ink Down"),
+                _LINK_DOWN,
+                _link_down,
+                "Mar 14 09:02:36 node-a kernel: mlx5_core 0000:5e:00.0 ens1f0np0: Link down",
+                "Linux 4 and newer",
+            ),
+            Message(
                 "the pod was evicted or restarted",
-                ("was low on resource", "Evicted pod", "OOMKilled", "NodeNotReady", "Preempted by"),
+                (
+                    *("was low on resource", "Evicted pod", "OOMKilled", "NodeNotReady"),
+                    *("Preempted by", "imminent node shutdown"),
+                ),
                 _EVICTED,
                 outside,
                 "The node was low on resource: memory. Threshold quantity: 100Mi.",
