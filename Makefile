@@ -99,9 +99,11 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "the site: build/site/index.html"
 
-# The wheel and the sdist are in dist/. Each is tried in a fresh environment; nothing is downloaded.
+# The wheels and the sdist are in dist/. Each is tried in a fresh environment; nothing is downloaded. The wheels for one
+# Python carry a recorder for the torch of each of these environments.
+TORCH_FOR_WHEELS := .venv
 dist: $(INSTALLED)
-	$(BIN)/python tools/try_dist.py
+	$(BIN)/python tools/try_dist.py $(foreach place,$(TORCH_FOR_WHEELS),--torch $(place))
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json

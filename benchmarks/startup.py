@@ -8,6 +8,11 @@ the reading of the site files. ``armed_import_added_ms``: processor time that ``
 a process that imports torch. ``peer_import_typing_ms``: a line that imports one module of the
 standard library, as other tools' lines do.
 
+``first_record_seconds``, with ``--wheel``: what recording adds to a process that imports torch,
+makes a group and issues one collective, from its start to the record, with a wheel that is newly
+installed where no compiler can be found; ``wheel_mib``: that wheel's size. A launcher's own start
+is not in it.
+
 Each figure is the difference of the lower quartiles of many processes, which start in turns, so
 that a change of the machine's speed meets all of them.
 """
@@ -23,6 +28,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -116,14 +123,64 @@ def measure(times: int, torch_times: int) -> dict[str, float]:
     return {name: round(value, 3) for name, value in result.items()}
 
 
+_FIRST = """
+import sys
+sys.path[:0] = {path!r}
+import torch
+import torch.distributed as dist
+{enable}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+{check}
+"""
+_ENABLE = "import rankcall; recording = rankcall.enable(sys.argv[1])"
+_CHECK = "assert recording.capture.name == 'native' and recording.capture.counts()[0] == 1"
+
+
+def first_record(wheel: Path, times: int) -> dict[str, float]:
+    """Return what the first record costs with a new wheel and no compiler, and the wheel's size."""
+    plain: list[float] = []
+    recorded: list[float] = []
+    for _ in range(times):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            with zipfile.ZipFile(wheel) as files:
+                files.extractall(folder / "site")
+            others = [path for path in sys.path if path and Path(path) != SOURCES]
+            cases = (
+                (plain, others, "", ""),
+                (recorded, [str(folder / "site"), *others], _ENABLE, _CHECK),
+            )
+            for taken, path, enable, check in cases:
+                program = folder / "first.py"
+                program.write_text(_FIRST.format(path=path, enable=enable, check=check))
+                began = time.perf_counter()
+                subprocess.run(
+                    [sys.executable, "-S", program, folder / "run"],
+                    env={"PATH": str(folder), "HOME": scratch, "GLOO_SOCKET_IFNAME": "lo"},
+                    check=True,
+                )
+                taken.append(time.perf_counter() - began)
+    seconds = statistics.median(recorded) - statistics.median(plain)
+    return {
+        "first_record_seconds": round(seconds, 3),
+        "first_record_plain_seconds": round(statistics.median(plain), 3),
+        "wheel_mib": round(wheel.stat().st_size / 2**20, 2),
+    }
+
+
 def main() -> None:
     """Measure, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--times", type=int, default=100, help="processes of each kind")
     parser.add_argument("--torch-times", type=int, default=7, help="processes that import torch")
+    parser.add_argument("--wheel", type=Path, help="a wheel that carries recorders")
+    parser.add_argument("--wheel-times", type=int, default=5, help="first records")
     args = parser.parse_args()
     figures = measure(args.times, args.torch_times)
+    if args.wheel is not None:
+        figures |= first_record(args.wheel, args.wheel_times)
     if args.json:
         print(json.dumps(figures))
     else:

@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Build the wheel and the sdist, and try each in a fresh environment.
+"""Build the wheels and the sdist, and try each in a fresh environment.
+
+One wheel is for every Python, and compiles the recorder when it is first used. The others are for
+one Python each, and carry a recorder for each torch that is named (``native_libraries.py``). Such a
+wheel is tried where no compiler can be found, with each of these torches, if it is for this Python.
 
 The environment is a new virtual environment with one file installed into it. Its other packages,
 torch above all, are those of the environment that runs this program: they are found below the
@@ -17,13 +21,16 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import native_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
 # A step takes seconds on an idle machine. The first job compiles the native recorder, which can
@@ -94,6 +101,22 @@ def build(folder: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
+def build_for(
+    python: native_libraries.Python, torches: Sequence[Path], folder: Path, scratch: Path
+) -> Path:
+    """Build the wheel for one Python, with a recorder for each torch, and return its path."""
+    libraries = scratch / python.tag
+    native_libraries.compile_all(python, torches, libraries)
+    tag = f"{python.tag}-{python.tag}-{native_libraries.PLATFORM}_{platform.machine()}"
+    call(
+        *(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder),
+        cwd=ROOT,
+        env={**os.environ, "RANKCALL_LIBRARIES": str(libraries), "RANKCALL_WHEEL_TAG": tag},
+    )
+    (wheel,) = folder.glob(f"rankcall-*-{tag}.whl")
+    return wheel
+
+
 def wheel_of(sdist: Path, folder: Path) -> Path:
     """Build a wheel from the sdist, as pip does, and return its path. Nothing is downloaded."""
     pip(sys.executable, "wheel", "--no-build-isolation", "-w", str(folder), str(sdist), cwd=folder)
@@ -111,8 +134,11 @@ def pip(python: str | Path, *arguments: str, cwd: Path) -> None:
     )
 
 
-def fresh_environment(folder: Path, wheel: Path) -> Path:
-    """Make a virtual environment with a wheel in it, and return the folder of its programs."""
+def fresh_environment(folder: Path, wheel: Path, torch: Path | None = None) -> Path:
+    """Make a virtual environment with a wheel in it, and return the folder of its programs.
+
+    ``torch``: the folder of a torch that is to be found before this environment's.
+    """
     call(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     pip(folder / "bin/python", "install", str(wheel), cwd=folder.parent)
     # A plain path in a .pth file comes after the environment's own packages, and .pth files below
@@ -120,7 +146,9 @@ def fresh_environment(folder: Path, wheel: Path) -> Path:
     # hidden by the installed one.
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(call(folder / "bin/python", "-c", code, cwd=folder).strip())
-    (site / "zz_shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    shared = [str(torch.parent)] if torch is not None else []
+    lines = [*shared, sysconfig.get_path("purelib"), ""]
+    (site / "zz_shared.pth").write_text("\n".join(lines))
     return folder / "bin"
 
 
@@ -133,13 +161,22 @@ def bare_environment() -> dict[str, str]:
     } | {"OMP_NUM_THREADS": "1"}
 
 
-def try_job(programs: Path, folder: Path) -> None:
+def try_job(programs: Path, folder: Path, *, compiles: bool = True) -> None:
     """Record a job of two ranks with the installed rankcall, and read it.
+
+    Args:
+        programs: The folder of the environment's programs.
+        folder: A folder to work in.
+        compiles: Whether the job may find a compiler, and recorders that were compiled before.
+            Without one, it must be recorded by a recorder of the wheel.
 
     Raises:
         Failed: A command fails, or what it reads is not what the job did.
     """
     env, rankcall = bare_environment(), programs / "rankcall"
+    if not compiles:
+        cache = folder / "cache"
+        env |= {"PATH": str(programs), "CXX": "", "RANKCALL_CACHE": str(cache)}
     place = call(
         programs / "python", "-c", "import rankcall; print(rankcall.__file__)", cwd=folder, env=env
     )
@@ -155,12 +192,27 @@ def try_job(programs: Path, folder: Path) -> None:
         seen = len(report["ranks"]), calls.get("all_reduce"), report["problems"]
         if seen != (RANKS, STEPS, []):
             raise Failed(f"ranks, all_reduce calls and problems in the report: {seen}")
+        captures = {row["capture"] for row in report["ranks"]}
+        if not compiles and (captures != {"native"} or list(cache.glob("*.so"))):
+            raise Failed(f"without a compiler, the job was recorded by {captures}")
     with step("  rankcall diagnose --json"):
         # The status is 1 if there is a finding. On a busy machine, a rank can be late in each step.
         text = call(rankcall, "diagnose", "--json", cwd=folder, env=env, statuses=(0, 1))
         verdict = json.loads(text)["verdict"]
         if verdict not in ("healthy", "straggler", "slow_link"):
             raise Failed(f"the verdict on a job that ended well is {verdict}:\n{text}")
+
+
+def try_native(wheel: Path, torches: Sequence[Path], scratch: Path) -> None:
+    """Record a job without a compiler, with each torch that the wheel has a recorder for."""
+    for torch in torches:
+        version = native_libraries.torch_build(torch).version
+        folder = scratch / f"native-{version}"
+        folder.mkdir()
+        with step(f"install {wheel.name}"):
+            programs = fresh_environment(folder / "venv", wheel, torch)
+        print(f"  torch {version}, without a compiler")
+        try_job(programs, folder, compiles=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -171,10 +223,14 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-o", "--output", type=Path, default=ROOT / "dist", help="the folder for both files"
+        "-o", "--output", type=Path, default=ROOT / "dist", help="the folder for all files"
     )
-    output = parser.parse_args(arguments).output.absolute()
+    native_libraries.add_arguments(parser)
+    parsed = parser.parse_args(arguments)
+    output = parsed.output.absolute()
+    made_all: list[Path] = []
     try:
+        pythons, torches = native_libraries.chosen(parsed)
         with tempfile.TemporaryDirectory(prefix="rankcall-dist-") as scratch:
             with step("build the wheel and the sdist"):
                 wheel, sdist = build(output)
@@ -185,10 +241,17 @@ def main(arguments: list[str] | None = None) -> int:
                     source = made if kind == "wheel" else wheel_of(made, folder)
                     programs = fresh_environment(folder / "venv", source)
                 try_job(programs, folder)
-    except Failed as failed:
+                made_all.append(made)
+            for python in pythons:
+                with step(f"compile for {python.tag}, with {len(torches)} torch"):
+                    native = build_for(python, torches, output, Path(scratch))
+                made_all.append(native)
+                if python.soabi == sysconfig.get_config_var("SOABI"):
+                    try_native(native, torches, Path(scratch))
+    except (Failed, ValueError) as failed:
         print(f"try_dist.py: {failed}", file=sys.stderr)
         return 1
-    for made in (wheel, sdist):
+    for made in made_all:
         print(f"{made}: {made.stat().st_size / 1e6:.2f} MB")
     return 0
 

@@ -1,7 +1,8 @@
-"""Build a native module: one C++ file, compiled once per source, torch and Python, then cached.
+"""Get a native module: the wheel's, if it fits, or else one that is compiled here and cached.
 
-The compiler runs under a file lock, into a scratch folder: ranks that start together build once,
-and a module gets its name when it is complete. An existing module is never replaced.
+A module is one C++ file. It is compiled once for each source, torch and Python. The compiler runs
+under a file lock, into a scratch folder: ranks that start together build once, and a module gets
+its name when it is complete. An existing module is never replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -22,10 +24,15 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 
+from rankcall._prebuilt import TorchBuild, find, torch_here
 from rankcall.errors import RankcallError
 from rankcall.folders import UnsafeFolderError, check_file, make_folder
+from rankcall.interpreter import run_function
+
+logger = logging.getLogger("rankcall")
 
 _COMPILE_SECONDS = 600  # a compiler that hangs, for example on a network drive, must end
+_TRIAL_SECONDS = 120.0  # torch's import alone takes seconds
 _LOCK_SECONDS = 180.0  # a build takes less than a minute on an idle machine
 _LOCK_POLL_SECONDS = 0.05  # flock has no timeout, so the lock is tried again and again
 _SUPERUSER = (0,)  # may own the cache beside the user, as in an image for containers
@@ -38,6 +45,53 @@ def cache_dir() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "rankcall"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The torch and the Python that a library is compiled for."""
+
+    torch: Path  # the folder of its package
+    python: Path  # the folder of Python.h
+    cxx11_abi: bool
+
+    @classmethod
+    def here(cls) -> Target:
+        """Return those of this process."""
+        import torch
+
+        return cls(
+            Path(torch.__file__).parent,
+            Path(sysconfig.get_paths()["include"]),
+            bool(torch._C._GLIBCXX_USE_CXX11_ABI),
+        )
+
+    def compile_flags(self) -> list[str]:
+        """Return the compiler's flags."""
+        headers = self.torch / "include"
+        return [
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(self.cxx11_abi)}",
+            f"-I{self.python}",
+            f"-isystem{headers}",
+            f"-isystem{headers / 'torch/csrc/api/include'}",
+        ]
+
+    def link_flags(self) -> list[str]:
+        """Return the linker's flags for a module that uses torch."""
+        libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        return [f"-L{self.torch / 'lib'}", *libraries]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The library of a native module that is loaded, and why it is that one.
+
+    ``why`` says which torch the wheel's library is for, or why none of the wheel's is taken.
+    """
+
+    path: Path
+    is_of_wheel: bool
+    why: str
 
 
 @dataclass(frozen=True)
@@ -56,17 +110,75 @@ class NativeModule:
     defines: tuple[str, ...] = ()
     includes: tuple[Path, ...] = ()  # of headers that are neither ours nor torch's
     uses_torch: bool = True
+    trial: str = ""  # the module whose ``main`` tries a library; "": a wheel carries none
 
-    def path(self) -> Path:
-        """Return the path of the module for this source, torch and Python, built or not."""
+    def digest(self) -> str:
+        """Return the digest of the module's sources."""
         digest = hashlib.sha256()
         made = (make() for make in self.headers.values())
-        for part in (*made, *self.defines, *map(str, self.includes), self._built_for()):
+        for part in (*made, *self.defines, *map(str, self.includes)):
             digest.update(part.encode() + b"\0")
         included = (self.sources.glob(f"*.{suffix}") for suffix in ("h", "cpp"))
         for source in sorted(path for paths in included for path in paths):
             digest.update(source.read_bytes())
+        return digest.hexdigest()
+
+    def path(self) -> Path:
+        """Return where the module is that is compiled for this source, torch and Python."""
+        digest = hashlib.sha256(f"{self.digest()}\0{self._built_for()}".encode())
         return cache_dir() / f"{self.name}-{digest.hexdigest()[:16]}.so"
+
+    def choose(self) -> Chosen:
+        """Return the library to load, compiled or tried if need be, and why it is that one.
+
+        Raises ``error`` if the wheel has none that fits, and it cannot be compiled.
+        """
+        if not self.trial:
+            return Chosen(self._compiled(), is_of_wheel=False, why="")
+        torch = torch_here()
+        fit = find(self.name, self.digest(), torch)
+        why = fit.why
+        if fit.path is not None:
+            problem = self._try(fit.path, torch) if fit.needs_trial else ""
+            if not problem:
+                return Chosen(fit.path, is_of_wheel=True, why=why)
+            why = f"{why}, and does not fit {torch.version}: {problem}"
+        try:
+            return Chosen(self._compiled(), is_of_wheel=False, why=why)
+        except RankcallError as error:
+            raise self.error(f"{error}; {why}") from error
+
+    def is_ready(self) -> bool:
+        """Return whether no library has to be compiled first."""
+        if self.path().exists():
+            return True
+        return bool(self.trial) and find(self.name, self.digest(), torch_here()).path is not None
+
+    def prebuild(self) -> Path:
+        """Return the library to load, compiled if need be. Raises ``error``: see ``choose``."""
+        return self.choose().path
+
+    def _try(self, library: Path, torch: TorchBuild) -> str:
+        """Try a library in a process of its own; return what is wrong, or an empty text.
+
+        A library that has passed is not tried again with this torch. If that cannot be noted, each
+        process tries it.
+        """
+        content = f"{library}\0{library.stat().st_mtime_ns}\0{torch}"
+        name = hashlib.sha256(content.encode()).hexdigest()[:16]
+        passed = cache_dir() / f"{self.name}-{name}.fits"
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                make_folder(Path(os.path.realpath(passed.parent)), _SUPERUSER)
+                held.enter_context(_lock(passed.with_suffix(".lock")))
+            with contextlib.suppress(OSError):
+                if _is_built(passed):
+                    return ""
+            problem = _run_trial(self.trial, library)
+            if not problem:
+                with contextlib.suppress(OSError):
+                    passed.touch(mode=0o644)
+        return problem
 
     def _built_for(self) -> str:
         if not self.uses_torch:
@@ -77,8 +189,8 @@ class NativeModule:
         built = f"{torch.__version__} {torch.version.git_version}"
         return f"{built} {sysconfig.get_config_var('SOABI')}"
 
-    def prebuild(self) -> Path:
-        """Build the module unless it is in the cache, and return its path.
+    def _compiled(self) -> Path:
+        """Compile the module unless it is in the cache, and return its path.
 
         Raises ``error`` if there is no compiler, if the compiler fails, or if the cache cannot be
         written or can be written by another user.
@@ -107,8 +219,19 @@ class NativeModule:
         return target
 
     def load(self) -> ModuleType:
-        """Import the module; build it first if it is not in the cache. Raises ``error``."""
-        path = str(self.prebuild())
+        """Import the module; compile it first if need be. Raises ``error``."""
+        chosen = self.choose()
+        if not chosen.is_of_wheel:
+            return self.load_from(chosen.path)
+        try:
+            return self.load_from(chosen.path)
+        except RankcallError as error:  # for example, its C library is older than ours
+            logger.warning("%s; rankcall compiles it here", error)
+            return self.load_from(self._compiled())
+
+    def load_from(self, library: Path) -> ModuleType:
+        """Import the module from a library. Raises ``error``."""
+        path = str(library)
         spec = importlib.util.spec_from_file_location(
             self.name, path, loader=ExtensionFileLoader(self.name, path)
         )
@@ -121,8 +244,12 @@ class NativeModule:
             raise self.error(f"{path} cannot be loaded: {error}") from error
         return module
 
-    def compile_flags(self, scratch: str) -> list[str]:
-        """Return the compiler's flags; ``scratch`` is where the made headers are."""
+    def compile_flags(self, scratch: str, target: Target | None = None) -> list[str]:
+        """Return the compiler's flags; ``scratch`` is where the made headers are.
+
+        ``target``: the torch and the Python to compile for; None: those of this process.
+        """
+        target = target or Target.here() if self.uses_torch else None
         includes = [scratch, str(self.sources), *map(str, self.includes)]
         return [
             "-O2",
@@ -133,7 +260,7 @@ class NativeModule:
             "-w",  # torch's headers warn; ours are built with warnings in tests
             *(f"-D{define}" for define in self.defines),
             *(f"-I{path}" for path in includes),
-            *(_torch_flags() if self.uses_torch else ()),
+            *(target.compile_flags() if target is not None else ()),
         ]
 
     def _compiler(self) -> str:
@@ -149,7 +276,8 @@ class NativeModule:
                 (Path(scratch) / name).write_text(make())
             built = Path(scratch) / "module.so"
             command = [compiler, *self.compile_flags(scratch), str(self.sources / self.main)]
-            command += ["-o", str(built), *(link_flags() if self.uses_torch else ("-ldl",))]
+            libraries = Target.here().link_flags() if self.uses_torch else ["-ldl"]
+            command += ["-o", str(built), *libraries]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
@@ -164,23 +292,29 @@ class NativeModule:
             _place(built, target)
 
 
-def _torch_flags() -> list[str]:
-    import torch
-    from torch.utils.cpp_extension import include_paths
-
-    return [
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{sysconfig.get_paths()['include']}",
-        *(f"-isystem{path}" for path in include_paths()),
-    ]
-
-
-def link_flags() -> list[str]:
-    """Return the linker's flags for a module that uses torch."""
-    from torch.utils.cpp_extension import library_paths
-
-    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    return [*(f"-L{path}" for path in library_paths()), *libraries]
+def _run_trial(module: str, library: Path) -> str:
+    """Return what a trial says is wrong with a library, or an empty text."""
+    # The trial is no rank of the job that this process may be, and it records without being asked.
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RANKCALL") or name == "RANKCALL_SHM"
+    }
+    try:
+        done = subprocess.run(
+            run_function(module, "main", str(library)),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TRIAL_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it could not be tried ({error})"
+    last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    return f"exit status {done.returncode} of its trial: {last}" if done.returncode else ""
 
 
 def _is_built(target: Path) -> bool:

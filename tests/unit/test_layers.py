@@ -30,7 +30,7 @@ LEVELS = (
     ),
     ("process", "interpreter", "budget", "secret", "packed_json"),
     ("files folders file_systems", "c10d"),
-    ("ring", "_native"),
+    ("ring", "_native _prebuilt"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads
     ("run",),
     ("analysis", "capture"),

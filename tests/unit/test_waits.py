@@ -89,6 +89,8 @@ hooks.py: lock: self._lock
     held while the recorder is built, which has a deadline
 capture/session.py: lock: _state.lock
     held while the recorder is built, which has a deadline; exits use background.holding()
+capture/native/trial.py: collective: dist.all_reduce
+    on the fake group, which waits for nobody, in a process that is ended at a deadline
 capture/hosts.py: store: store.set | store.check | store.get | store.multi_get
     inside init_process_group, which has just used the same store, or on the trace thread,
     for which callers wait with a deadline

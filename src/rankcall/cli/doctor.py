@@ -116,12 +116,15 @@ def _recorder() -> Iterator[Finding]:
 
     try:
         was_built = RECORDER.path().exists()
-        path = RECORDER.prebuild()
+        chosen = RECORDER.choose()
     except CaptureUnavailableError as error:
         yield Finding("recorder", WEAK, f"recording in Python, which is slower: {error}")
         return
-    how = "built before" if was_built else "has just been built"
-    yield Finding("recorder", OK, f"native, {how}: {path}")
+    if chosen.is_of_wheel:
+        yield Finding("recorder", OK, f"native, of the wheel, {chosen.why}: {chosen.path}")
+        return
+    how = "compiled before" if was_built else "has just been compiled"
+    yield Finding("recorder", OK, f"native, {how} because {chosen.why}: {chosen.path}")
 
 
 def _memory() -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from rankcall._native import cache_dir
+from rankcall._prebuilt import FOLDER
 from rankcall.cli.common import open_run, say
 from rankcall.cli.environment import environment, hooking
 from rankcall.cli.job_options import JobOptions, prepare, takes_job_options
@@ -103,8 +104,9 @@ def _page(run_dir: Path | None, options: JobOptions) -> contextlib.AbstractConte
 
 
 def _has_recorder() -> bool:
-    """Return whether a native recorder has been built. Which one fits only torch knows."""
-    return any(cache_dir().glob("rankcall_recorder-*.so"))
+    """Return whether there is a native recorder. Which one fits only torch knows."""
+    folders = (cache_dir(), FOLDER)
+    return any(path for folder in folders for path in folder.glob("rankcall_recorder-*.so"))
 
 
 def _check(program: str) -> None:

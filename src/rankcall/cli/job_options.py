@@ -182,7 +182,7 @@ def prepare(capture: str) -> str:
     try:
         from rankcall.capture.native import RECORDER
 
-        if not RECORDER.path().exists():
+        if not RECORDER.is_ready():
             say("building the native recorder, once for this torch and Python")
         RECORDER.prebuild()
     except CaptureUnavailableError as error:

@@ -125,6 +125,7 @@ RECORDER = NativeModule(
     CaptureUnavailableError,
     {"layout.h": layout_header},
     ("USE_DISTRIBUTED", "USE_C10D_GLOO"),
+    trial="rankcall.capture.native.trial",
 )
 
 
@@ -162,6 +163,12 @@ def recorder_module() -> ModuleType:
     if _module is None:
         _module = RECORDER.load()
     return _module
+
+
+def use_library(library: Path) -> None:
+    """Have this process record with a library, whether it fits or not. For ``trial``."""
+    global _module
+    _module = RECORDER.load_from(library)
 
 
 class NativeCapture:

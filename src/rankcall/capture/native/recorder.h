@@ -1,7 +1,7 @@
 // The recorder of one ring, from start to stop, and its thread, which writes the native heartbeat.
 #pragma once
 
-#include <pthread.h>
+#include <sys/prctl.h>
 
 #include <atomic>
 #include <chrono>
@@ -55,8 +55,10 @@ class Recorder {
   bool is_inherited() const { return forks_ != g_forks.load(std::memory_order_relaxed); }
 
   void run() {
-    thread_ = std::thread([this] { beat(); });
-    pthread_setname_np(thread_.native_handle(), "rankcall");
+    thread_ = std::thread([this] {
+      prctl(PR_SET_NAME, "rankcall");  // pthread_setname_np would need a new C library in wheels
+      beat();
+    });
   }
 
   // End the native thread. It never blocks, but a machine may not run it: it is then left behind.

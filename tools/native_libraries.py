@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Compile the recorder for wheels: for some Pythons, with each of some builds of torch.
+
+Only headers and libraries are read, and no code of those Pythons and torches is run except to ask
+for their names. So one build of torch serves all Pythons: its headers are the same for each.
+
+Each Python gets a folder with a library for each torch, stripped, and the index that
+``rankcall._prebuilt`` reads. A library that needs a newer C library than torch's own wheels do
+(manylinux_2_28) is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankcall._native import Target
+from rankcall._prebuilt import INDEX, TorchBuild, entry
+from rankcall.capture.native import RECORDER
+
+HERE = Path(__file__).resolve().parent
+_COMPILE_S, _ASK_S = 900.0, 60.0
+PLATFORM = "manylinux_2_28"
+_NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}  # of that platform
+_ASK_PYTHON = """
+import json, sys, sysconfig
+print(json.dumps([sysconfig.get_paths()["include"], sysconfig.get_config_var("SOABI"),
+                  f"cp{sys.version_info[0]}{sys.version_info[1]}"]))
+"""
+
+
+@dataclass(frozen=True)
+class Python:
+    """A Python to compile for."""
+
+    program: Path
+    include: Path
+    soabi: str
+    tag: str  # cp311
+
+    @classmethod
+    def of(cls, program: Path) -> Python:
+        """Ask a Python for its names. Raises ``ValueError`` if it has no headers."""
+        asked = subprocess.run(
+            [program, "-I", "-c", _ASK_PYTHON],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_S,
+            check=True,
+        )
+        include, soabi, tag = json.loads(asked.stdout)
+        if not (Path(include) / "Python.h").exists():
+            raise ValueError(f"{program} has no headers ({include}/Python.h)")
+        return cls(program, Path(include), soabi, tag)
+
+
+def torch_build(folder: Path) -> TorchBuild:
+    """Return what identifies the torch in a folder, without importing it."""
+    names = {}
+    for line in ast.parse((folder / "version.py").read_text()).body:
+        target = line.targets[0] if isinstance(line, ast.Assign) else None
+        if isinstance(line, ast.Assign) and isinstance(target, ast.Name):
+            names[target.id] = ast.literal_eval(line.value)
+    # Builds of torch since 2.6 all have the new ABI of libstdc++.
+    return TorchBuild(names["__version__"].partition("+")[0], names["git_version"], True)
+
+
+def compile_all(python: Python, torches: Sequence[Path], folder: Path) -> list[Path]:
+    """Compile the recorder for one Python with each torch into a folder, with its index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    libraries, index, sources = [], [], RECORDER.digest()
+    for torch in torches:
+        build = torch_build(torch)
+        library = folder / f"{RECORDER.name}-torch{build.version}.so"
+        compile_one(python, torch, library)
+        check_portable(library)
+        index.append(entry(library.name, RECORDER.name, sources, python.soabi, build))
+        libraries.append(library)
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    return libraries
+
+
+def compile_one(python: Python, torch: Path, library: Path) -> None:
+    """Compile and strip the recorder. Raises ``subprocess.CalledProcessError``."""
+    target = Target(torch, python.include, cxx11_abi=True)
+    with tempfile.TemporaryDirectory(prefix="rankcall-native-") as scratch:
+        for name, make in RECORDER.headers.items():
+            (Path(scratch) / name).write_text(make())
+        portable = Path(scratch) / "portable.o"
+        hidden = ("-O2", "-fPIC", "-fvisibility=hidden", "-c")
+        _run("cc", *hidden, HERE / "portable.c", "-o", portable)
+        flags = RECORDER.compile_flags(scratch, target)
+        main = RECORDER.sources / RECORDER.main
+        _run("c++", *flags, "-s", main, portable, "-o", library, *target.link_flags(), "-ldl")
+
+
+def check_portable(library: Path) -> None:
+    """Raise ``ValueError`` if a library needs newer system libraries than torch's wheels do."""
+    text = _run("objdump", "-T", library)
+    for name, number in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI)_([\d.]+)", text):
+        if tuple(map(int, number.split("."))) > _NEWEST[name]:
+            raise ValueError(f"{library} needs {name}_{number}, which {PLATFORM} does not have")
+
+
+def _run(*command: str | Path) -> str:
+    words = list(map(str, command))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+    if done.returncode:
+        raise ValueError(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def torch_folder(place: Path) -> Path:
+    """Return the folder of torch's package in an environment or a site-packages."""
+    for folder in (place, place / "torch", *place.glob("lib/python3.*/site-packages/torch")):
+        if (folder / "version.py").exists() and (folder / "include").is_dir():
+            return folder.absolute()
+    raise ValueError(f"no torch with headers in {place}")
+
+
+def pythons_here() -> list[Python]:
+    """Return this Python and those of other versions on PATH, as far as they have headers."""
+    found: dict[str, Python] = {}
+    for program in (sys.executable, *(shutil.which(f"python3.{minor}") for minor in range(10, 15))):
+        try:
+            python = Python.of(Path(program or ""))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            continue
+        found.setdefault(python.tag, python)
+    return [found[tag] for tag in sorted(found)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose Pythons and torches."""
+    parser.add_argument(
+        "--python",
+        type=Path,
+        action="append",
+        help="a Python to make a wheel for; without it, this one and those on PATH with headers",
+    )
+    parser.add_argument(
+        "--torch",
+        type=Path,
+        action="append",
+        help="an environment with a torch to compile for; without it, this one's",
+    )
+
+
+def chosen(arguments: argparse.Namespace) -> tuple[list[Python], list[Path]]:
+    """Return the Pythons and the torches of some arguments."""
+    pythons = [Python.of(program) for program in arguments.python or ()] or pythons_here()
+    places = arguments.torch or [Path(sys.prefix)]
+    return pythons, [torch_folder(place) for place in places]
+
+
+def main() -> None:
+    """Compile for the Pythons and torches that are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="a folder for all Pythons")
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    pythons, torches = chosen(arguments)
+    for python in pythons:
+        for library in compile_all(python, torches, arguments.output / python.tag):
+            print(f"{library}: {library.stat().st_size / 2**20:.2f} MiB")
+
+
+if __name__ == "__main__":
+    main()
