@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from rankcall.analysis.looks import by_interest, diagnose_asking
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli.common import Attempt, HangAfter, console_for_result, exit_with, open_run, say
 from rankcall.imports.logs.reading import STDIN, is_log
+from rankcall.imports.node import ask_node
 from rankcall.report import diagnosis_text
 from rankcall.report.json import render_verdict
 from rankcall.run.stacks import stacks_of
@@ -21,6 +23,7 @@ from rankcall.run.stacks import stacks_of
 __all__ = ["command"]
 
 _MOST_STACKS = 4096  # ranks
+_DAY_S = 24 * 3600.0
 
 
 def command(
@@ -39,6 +42,14 @@ def command(
         typer.Option("--stacks", help="Show the stacks of this host's ranks, equal ones together."),
     ] = False,
     hang_after: HangAfter = None,
+    node: Annotated[
+        bool,
+        typer.Option(
+            "--node",
+            help="Show what the kernel of this node reported in the last day (Xid, lack of memory, "
+            "lost links), if it may be read. The verdict does not rest on it.",
+        ),
+    ] = False,
     log: Annotated[
         list[Path] | None,
         typer.Option(
@@ -73,7 +84,7 @@ def command(
     if log:
         logs = [*log, *places]
         result = diagnose_logs(logs) if follow is None else follow_logs(logs, follow)
-        _print(result, json, {})
+        _print(result, json, {}, asks_node=node)
         exit_with(result)
         return
     if len(places) > 1:
@@ -81,7 +92,7 @@ def command(
     run = open_run(places[0] if places else None, attempt, exits_only=True)
     result = diagnose_asking(run, hang_after)
     dumped = stacks_of(run, by_interest(result, _MOST_STACKS)) if stacks else {}
-    _print(result, json, dumped)
+    _print(result, json, dumped, asks_node=node)
     if stacks and not dumped and not json:
         say(
             "no stacks: the ranks run on other hosts, or have ended; or they are not watched "
@@ -91,13 +102,16 @@ def command(
     exit_with(result)
 
 
-def _print(result: Verdict, json: bool, dumped: dict[int, str]) -> None:
-    """Print a verdict with the dumped stacks of some ranks."""
+def _print(result: Verdict, json: bool, dumped: dict[int, str], *, asks_node: bool) -> None:
+    """Print a verdict with the dumped stacks of some ranks, and with what this node knows."""
+    node = ask_node(time.time() - _DAY_S) if asks_node else None
     if json:
-        sys.stdout.write(render_verdict(result, dumped))
+        sys.stdout.write(render_verdict(result, dumped, node))
         return
     console = console_for_result(wraps=False)
     if console.is_terminal:
         diagnosis_text.show_diagnosis(result, console, dumped)
     else:
         sys.stdout.write(diagnosis_text.diagnosis_text(result, console.width, dumped))
+    if node is not None:
+        sys.stdout.write(f"\n{node.text()}\n")

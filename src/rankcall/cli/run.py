@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +32,7 @@ from rankcall.cli.torchrun import (
     parse,
     torchrun,
 )
+from rankcall.imports.node import ask_node, oom_kills
 from rankcall.process import host_name
 from rankcall.ranks import format_ranks, with_noun
 from rankcall.ring.layout import Header, read_header
@@ -72,6 +74,7 @@ def _command(args: list[str], options: JobOptions) -> None:
         chosen_dir = _run_dir(options.run_dir, job, options.hang_after)
         rings_before = {path.name for path in ring_paths(chosen_dir)}
         verdicts_before = verdict_ids(chosen_dir)
+        began, oom_kills_before = time.time(), oom_kills()
         outcome = Outcome(1)
         variables = {**arming(chosen_dir, recorder, job), **options.variables()}
         with page_of(chosen_dir, options.serve, options.hang_after), environment(variables):
@@ -82,6 +85,7 @@ def _command(args: list[str], options: JobOptions) -> None:
                 with _undisturbed():
                     _finish(chosen_dir, job, rings_before, outcome)
                     _say_why(chosen_dir, outcome, options.judged_after, verdicts_before)
+                    _say_what_the_node_knows(outcome, began, oom_kills_before)
     raise typer.Exit(outcome.status)
 
 
@@ -150,6 +154,14 @@ def _say_why(
     if outcome.failed:
         reason = explain_failure(run_dir, outcome, hang_after, verdicts_before)
         typer.echo(f"\n{reason or outcome.table}", err=True)
+
+
+def _say_what_the_node_knows(outcome: Outcome, began: float, oom_kills_before: int) -> None:
+    """If workers failed, print what the kernel of this node has reported since the job began."""
+    if outcome.failed:
+        node = ask_node(began, oom_kills_before)
+        if node.lines or node.oom_kills > 0:
+            typer.echo(f"\n{node.text()}", err=True)
 
 
 def _finish(run_dir: Path, job: TorchrunJob, rings_before: set[str], outcome: Outcome) -> None:

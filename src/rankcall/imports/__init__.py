@@ -14,6 +14,7 @@
     logs.sources      the table of messages, by who writes them: turns a line into facts
     logs.tracebacks   messages of several lines
     logs.blame        whose fault an error is, by its words
+    node              asks the kernel of this node, on request
     logs.job          collects the facts of all logs of a job, and the ranks that wrote them
 
 A run that is made of the evidence of another tool is read, judged and reported like every other

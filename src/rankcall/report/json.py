@@ -15,6 +15,7 @@ from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.encoding import SCHEMA, Object, finding_object, verdict_object
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Verdict
+from rankcall.imports.node import NodeReport
 from rankcall.problems import texts
 from rankcall.report.headline import headline
 
@@ -135,6 +136,17 @@ def _comm_share(summary: Summary) -> Object:
     }
 
 
-def render_verdict(verdict: Verdict, stacks: Mapping[int, str] | None = None) -> str:
-    """Return a verdict as one JSON object; ``stacks`` are texts by rank."""
-    return json.dumps(verdict_object(verdict, stacks), indent=1, allow_nan=False) + "\n"
+def render_verdict(
+    verdict: Verdict, stacks: Mapping[int, str] | None = None, node: NodeReport | None = None
+) -> str:
+    """Return a verdict as one JSON object.
+
+    Args:
+        verdict: The verdict.
+        stacks: Texts by rank.
+        node: What the node of the reader knows; None if it was not asked.
+    """
+    content = verdict_object(verdict, stacks)
+    if node is not None:
+        content["node"] = dict(vars(node))
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
