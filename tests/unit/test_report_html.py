@@ -22,7 +22,7 @@ from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.cli import main
 from rankcall.errors import ExtraMissingError
 from rankcall.report.html import environment, render
-from rankcall.report.html.charts import ABSENT, levels, picture
+from rankcall.report.html.charts import ABSENT, late_maps, levels, picture
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run.load import load
 from rankcall.run.paths import create_run
@@ -339,6 +339,28 @@ def test_absent_is_not_zero(tmp_path: Path) -> None:
     maps = levels(np.array([[np.nan, 0.0, 2.0]]), 2.0)
     assert maps.tolist() == [[ABSENT, 0, 254]]
     assert picture(maps).startswith("data:image/png;base64,iVBORw0KGgo")
+
+
+@pytest.mark.parametrize(("lag_ms", "is_quiet"), [(1, True), (20, False)])
+def test_noise_is_not_drawn_as_lateness(tmp_path: Path, lag_ms: int, is_quiet: bool) -> None:
+    """The scale of the picture begins at 5 % of a step (here 100 ms), and the page says so."""
+    steps, lag = range(1, 11), lag_ms * MS
+    calls = [
+        call
+        for step in steps
+        for call in together(
+            step,
+            [100 * step * MS, 100 * step * MS + lag],
+            100 * step * MS + 2 * lag,
+            PAIR,
+            step=step,
+        )
+    ]
+    details = detail(load(write_world(tmp_path / "run", calls)))
+    page = late_maps(details)
+    assert page is not None
+    assert page["highest_ms"] == pytest.approx(5.0 if is_quiet else lag_ms, rel=0.1)
+    assert ("No rank stands out" in words(render(details))) == is_quiet
 
 
 def test_findings_come_first(tmp_path: Path) -> None:

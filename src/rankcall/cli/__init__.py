@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if it failed, and 130 if it was interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        printable.always_writable(stream)
     try:
         return _run(arguments)
     except RankcallError as error:

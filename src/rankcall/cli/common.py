@@ -77,7 +77,7 @@ def exit_with(verdict: Verdict) -> None:
 
 
 def console_for_result(*, wraps: bool = True) -> Console:
-    """Return a console on stdout. Characters that stdout cannot encode are replaced.
+    """Return a console on stdout.
 
     Args:
         wraps: Whether lines are wrapped also if stdout is a pipe or a file. Without it, they are
@@ -85,8 +85,6 @@ def console_for_result(*, wraps: bool = True) -> Console:
     """
     from rich.console import Console
 
-    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     whole = not wraps and not sys.stdout.isatty() and not os.environ.get("COLUMNS")
     return Console(highlight=False, width=_WIDEST if whole else None)
 

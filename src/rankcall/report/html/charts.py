@@ -23,6 +23,8 @@ from rankcall.report.html.curves import Curve, Point
 Floats = npt.NDArray[np.float64]
 
 ABSENT = 255  # the level of a cell without a value
+# Lateness is drawn at full strength from this share of a step on: in a healthy job, it is noise.
+_FULL_STRENGTH = 0.05
 _STRONGEST = 254  # the highest level of one that has a value
 _HUE = (213, 94, 0)  # vermillion of Okabe and Ito's palette, told apart by colour-blind people
 _BLUE = (0, 114, 178)
@@ -168,15 +170,22 @@ def late_maps(details: Details) -> dict[str, Any] | None:
     maps = [late_map for late_map in late.maps if np.isfinite(late_map.late_ms).any()]
     if not maps:
         return None
-    highest = _strongest(maps[0].late_ms)
+    highest, least = _strongest(maps[0].late_ms), _FULL_STRENGTH * _step_ms(details)
     rows, bins = maps[0].late_ms.shape
     fold = maps[0].fold
     return {
         "maps": [
-            {"title": clean(late_map.title), "src": picture(levels(late_map.late_ms, highest))}
+            {
+                "title": clean(late_map.title),
+                "src": picture(levels(late_map.late_ms, max(highest, least))),
+            }
             for late_map in maps
         ],
-        "highest_ms": highest,
+        "highest_ms": max(highest, least),
+        "quiet": f"No rank stands out: {time(highest)} is little in a step of "
+        f"{time(_step_ms(details))} (median)."
+        if highest < least
+        else "",
         "rows": rows,
         "bins": bins,
         "fold": fold,
@@ -188,6 +197,12 @@ def late_maps(details: Details) -> dict[str, Any] | None:
             for t in nice_ticks(bins * late.bin_ns / 1e9, 6)
         ],
     }
+
+
+def _step_ms(details: Details) -> float:
+    """Return how long a step takes, in the middle; 0 if no steps are known."""
+    lasts = sorted(step.ms for step in details.summary.steps)
+    return lasts[len(lasts) // 2] if lasts else 0.0
 
 
 def _strongest(late: Floats) -> float:
