@@ -2,7 +2,9 @@
 
 Two parts. Real jobs: every scenario of tests/multiproc/scenarios.py is run on real ranks with the
 watcher in them, and judged by the watcher, by a diagnosis from outside while it hangs, and after
-its end. Synthetic worlds: rings of 64 to 16,384 ranks with one planted fault of each kind.
+its end. With ``--backend nccl``, the ranks are on simulated devices, in the environment that ``make
+test-nccl`` makes, and the scenarios are those of tests/nccl/scenarios_on_devices.py. Synthetic
+worlds: rings of 64 to 16,384 ranks with one planted fault of each kind.
 
 A finding is right where kind and culprits are exactly what was planted. ``precision``: of what was
 found, the part that is right. ``recall``: of what was planted, the part that was found.
@@ -26,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SUITE = Path(__file__).resolve().parents[1] / "tests/multiproc"
+TESTS = Path(__file__).resolve().parents[1] / "tests"
 WORLDS = (64, 512, 4096, 16384)
 KINDS = ("missing", "dead", "stopped", "exhausted", "desync", "mismatch", "deadlock")
 CALLS = 64
@@ -38,6 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
     parser.add_argument("--only", default="", help="only scenarios with this in their name")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--worlds", type=int, nargs="*", default=list(WORLDS))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -45,7 +48,8 @@ def main() -> int:
         print(json.dumps(_measured(options.measure)))
         return 0
     score = Score()
-    real = _real(score, options.only)
+    sys.path[:0] = [str(TESTS / "multiproc"), str(TESTS / "nccl")]
+    real = _real(score, *_scenarios(options.backend), options.only)
     worlds = _worlds(score, options.worlds)
     print(json.dumps({**score.figures(), **real, **worlds}, indent=1))
     return 0
@@ -80,19 +84,36 @@ class Score:
         }
 
 
-def _real(score: Score, only: str) -> dict[str, Any]:
-    sys.path.insert(0, str(SUITE))
-    from scenario_run import run  # type: ignore[import-not-found]
-    from scenarios import ALL  # type: ignore[import-not-found]
+def _scenarios(backend: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return the scenarios on a back end, and the options of ``run`` for them."""
+    if backend == "gloo":
+        from scenarios import ALL  # type: ignore[import-not-found]
 
-    chosen = [scenario for scenario in ALL if only in scenario.name]
+        return ALL, {}
+    from scenarios_on_devices import (  # type: ignore[import-not-found]
+        NOT_NATIVE,
+        ON_DEVICES,
+        start_fork_server,
+    )
+
+    start_fork_server()
+    chosen = [scenario for scenario in ON_DEVICES if scenario.name not in NOT_NATIVE]
+    return chosen, {"capture": "native", "check_facts": False}
+
+
+def _real(
+    score: Score, scenarios: Sequence[Any], options: dict[str, Any], only: str
+) -> dict[str, Any]:
+    from scenario_run import run  # type: ignore[import-not-found]
+
+    chosen = [scenario for scenario in scenarios if only in scenario.name]
     seconds, took = [], []
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
         before, live = os.environ.get("RANKCALL_SHM"), Path(tempfile.mkdtemp(dir="/dev/shm"))
         os.environ["RANKCALL_SHM"] = str(live)
         try:
             for scenario in chosen:
-                verdicts = run(scenario, Path(folder) / scenario.name)
+                verdicts = run(scenario, Path(folder) / scenario.name, **options)
                 took.append(verdicts.took)
                 seconds += [] if verdicts.seconds is None else [verdicts.seconds]
                 for judge, causes in verdicts.by.items():

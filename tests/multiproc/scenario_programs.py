@@ -19,6 +19,8 @@ import rankcall
 from rankcall.testing import FaultPlan
 
 STEPS = 16
+# Where the programs run. A caller that changes them sets torch's default device as well.
+BACKEND, DEVICE = "gloo", "cpu"
 HANG_AFTER_S = 2.0  # the scenarios' threshold; far above what a busy machine holds a rank up for
 
 
@@ -91,7 +93,7 @@ def tensor_parallel(rank: int, world_size: int, plan: FaultPlan) -> None:
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(DEVICE, (world_size,))
     _train(
         parallelize_module(_model(2), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}),
         rank,
@@ -105,7 +107,7 @@ def pipeline(rank: int, world_size: int, plan: FaultPlan) -> None:
 
     module = _model(1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    stage = PipelineStage(module, rank, world_size, torch.device("cpu"))
+    stage = PipelineStage(module, rank, world_size, torch.device(DEVICE))
     schedule = ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
     for _ in plan.batches(range(STEPS), rank):
         if rank == 0:
@@ -121,7 +123,7 @@ def mesh(rank: int, world_size: int, plan: FaultPlan) -> None:
     """Rows and columns of two: an all_reduce along each."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    device_mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    device_mesh = init_device_mesh(DEVICE, (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     stepper = Stepper()
     for _ in plan.batches(range(STEPS), rank):
         dist.all_reduce(torch.ones(16), group=device_mesh.get_group("tp"))
@@ -286,7 +288,7 @@ def late_joiner(rank: int, world_size: int, plan: FaultPlan) -> None:
     """One rank comes to the rendezvous late (the program makes the group itself)."""
     if rank == world_size - 1:
         time.sleep(1.5 * HANG_AFTER_S)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group(BACKEND, timeout=timedelta(seconds=120))
     plain(rank, world_size, plan)
 
 

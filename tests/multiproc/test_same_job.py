@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from samejob import programs
-from samejob.compare import Difference, differences, memory_differences
+from samejob.compare import compare, differences
 from samejob.harness import Harness, RunReport
 from samejob.modes import MODES, OFF
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(500)]
 Run = Callable[[str, str], RunReport]
-_MEMORY_RUNS = 3  # the amount in flight varies from run to run; a leak is in all of them
 
 
 @pytest.fixture(scope="session")
@@ -45,22 +44,6 @@ def usual(
         return usual_runs[program]
 
     return run
-
-
-def _compare(
-    harness: Harness, before: RunReport, mode: str, factory: pytest.TempPathFactory
-) -> list[Difference]:
-    """Run a program in a mode and return how it differs; more than once only for its memory."""
-    deviations: list[Difference] = []
-    for _ in range(_MEMORY_RUNS):
-        after = harness.run(before.program, mode, factory.mktemp(before.program), before)
-        deviations = differences(before, after)
-        memory = memory_differences(before, after)
-        if not deviations and mode in MODES and not programs.PROGRAMS[before.program].quiet:
-            assert any(rank.recorded for rank in after.ranks), "nothing was recorded"
-        if deviations or not memory:
-            break
-    return deviations + memory
 
 
 _EVERY_MODE = ("ddp", "toggles", "errors")  # the others switch on or off in mid-job in the long run
@@ -94,7 +77,7 @@ def test_same_job(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Results, errors, output, exit, threads, descriptors, garbage and memory are the same."""
-    deviations = _compare(harness, usual(program), mode, tmp_path_factory)
+    deviations = compare(harness, usual(program), mode, tmp_path_factory.mktemp)
     assert not deviations, f"{program} is not the same in mode {mode}\n" + "\n".join(
         map(str, deviations)
     )
@@ -146,7 +129,7 @@ def test_harm_is_reported(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """A fake recording that breaks one rule is reported for that and for nothing else."""
-    deviations = _compare(harness, usual("probe"), f"mutant:{mutant}", tmp_path_factory)
+    deviations = compare(harness, usual("probe"), f"mutant:{mutant}", tmp_path_factory.mktemp)
     assert {difference.kind for difference in deviations} == kinds, list(map(str, deviations))
 
 

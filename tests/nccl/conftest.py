@@ -12,21 +12,28 @@ if TYPE_CHECKING:
     from recorded_jobs import RecordedJobs
     from simulated_devices.testing import Zygote
 
+_HAS_ALL = "`make test-nccl` has all that these tests need"
+
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """The process that forks all ranks of the session; without a CUDA build of torch, skip."""
+def devices() -> None:
+    """Without a CUDA build of torch, or without simulated devices for it, skip."""
     try:
-        from recorded_jobs import start_zygote
-        from simulated_devices import DevicesError
+        from simulated_devices import DevicesError, environment
     except ModuleNotFoundError as error:
-        pytest.skip(
-            f"{error.name} is not installed: `make test-nccl` has all that these tests need"
-        )
+        pytest.skip(f"{error.name} is not installed: {_HAS_ALL}")
     try:
-        process = start_zygote()
+        environment()
     except DevicesError as error:
-        pytest.skip(f"{error} `make test-nccl` has all that these tests need")
+        pytest.skip(f"{error} {_HAS_ALL}")
+
+
+@pytest.fixture(scope="session")
+def zygote(devices: None) -> Iterator[Zygote]:
+    """The process that forks all ranks of the session."""
+    from recorded_jobs import start_zygote
+
+    process = start_zygote()
     yield process
     process.close()
 

@@ -91,53 +91,18 @@ class _Pending:
         return strikes
 
 
-class Injection(Handle):
-    """Faults armed in this process, until ``stop()`` or the end of the ``with`` block.
+class PlantedFaults:
+    """The faults of one rank, and what they do to the ops that it issues."""
 
-    ``rank`` is the rank whose faults strike here; None means the rank of the recording.
-    """
-
-    def __init__(self, faults: Iterable[Fault], rank: int | None) -> None:
-        from rankcall.capture import session
-        from rankcall.capture.fallback.capture import FallbackCapture
-        from rankcall.capture.settings import read_settings
-
-        recording = session.claim("faults", read_settings(capture="python").without_run())
-        capture = recording.capture
-        if not isinstance(capture, FallbackCapture) or capture.interposer is not None:
-            session.drop("faults")
-            reason = "the native capture is recording: set RANKCALL_CAPTURE=python"
-            if isinstance(capture, FallbackCapture):
-                reason = "another plan is armed"
-            raise CaptureUnavailableError(f"faults cannot be planted: {reason}")
-        own_rank = recording.rank() if rank is None else rank
+    def __init__(self, faults: Iterable[Fault], rank: int) -> None:
         self._pending = [
-            _Pending(fault)
-            for fault in faults
-            if fault.rank == own_rank and fault.kind != "exhaust"
+            _Pending(fault) for fault in faults if fault.rank == rank and fault.kind != "exhaust"
         ]
         self._boxing: list[Any] | None = None
         self._held: list[_Call] = []
         self._kept: list[Any] = []  # Works of ops that the program does not wait for
-        self._capture = capture
-        capture.interposer = self._issue
 
-    def stop(self) -> None:
-        """Remove the faults. A second call does nothing."""
-        from rankcall.capture import session
-
-        if self._capture.interposer == self._issue:
-            self._capture.interposer = None
-            session.drop("faults")
-
-    def remove(self) -> None:
-        """Call ``stop()``, by its name of version 0.1."""
-        warn_renamed("FaultPlan.arm().remove()", "stop()")
-        self.stop()
-
-    # --- on the thread that issues the op ---
-
-    def _issue(self, op: Op, numbered: Numbered, issue: Callable[..., Any], args: Any) -> Any:
+    def issue(self, op: Op, numbered: Numbered, issue: Callable[..., Any], args: Any) -> Any:
         """Issue the op with the faults that strike at it."""
         if self._boxing is not None:
             self._boxing.append(args[op.positions["reduce_op"]])
@@ -211,6 +176,44 @@ class Injection(Handle):
         late = _late_work()(result, sum(fault.seconds for fault in faults))
         self._kept.append(late)
         return late.boxed()
+
+
+class Injection(Handle):
+    """Faults armed in this process, until ``stop()`` or the end of the ``with`` block.
+
+    ``rank`` is the rank whose faults strike here; None means the rank of the recording.
+    """
+
+    def __init__(self, faults: Iterable[Fault], rank: int | None) -> None:
+        from rankcall.capture import session
+        from rankcall.capture.fallback.capture import FallbackCapture
+        from rankcall.capture.settings import read_settings
+
+        recording = session.claim("faults", read_settings(capture="python").without_run())
+        capture = recording.capture
+        if not isinstance(capture, FallbackCapture) or capture.interposer is not None:
+            session.drop("faults")
+            reason = "the native capture is recording: set RANKCALL_CAPTURE=python"
+            if isinstance(capture, FallbackCapture):
+                reason = "another plan is armed"
+            raise CaptureUnavailableError(f"faults cannot be planted: {reason}")
+        own_rank = recording.rank() if rank is None else rank
+        self._planted = PlantedFaults(faults, own_rank)
+        self._capture = capture
+        capture.interposer = self._planted.issue
+
+    def stop(self) -> None:
+        """Remove the faults. A second call does nothing."""
+        from rankcall.capture import session
+
+        if self._capture.interposer == self._planted.issue:
+            self._capture.interposer = None
+            session.drop("faults")
+
+    def remove(self) -> None:
+        """Call ``stop()``, by its name of version 0.1."""
+        warn_renamed("FaultPlan.arm().remove()", "stop()")
+        self.stop()
 
 
 @functools.cache

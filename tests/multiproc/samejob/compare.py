@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from samejob.harness import RankReport, RunReport
+from samejob.harness import Harness, RankReport, RunReport
+from samejob.modes import MODES
+from samejob.programs import PROGRAMS
 
 # Peak memory may differ by 1 %, or by this much: the recording needs memory of its own, and the
 # number of ops in flight is a matter of chance. Measured: 0.2 to 2.4 MiB natively, and 5 MiB in
 # Python, because it reads the schemas of all ops of torch.
 MEMORY_FLOOR_KIB = {"python": 8 * 1024}
 OTHER_MEMORY_FLOOR_KIB = 5 * 1024
+_MEMORY_RUNS = 3  # the amount in flight varies from run to run; a leak is in all of them
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,23 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+def compare(
+    harness: Harness, before: RunReport, mode: str, make_folder: Callable[[str], Path]
+) -> list[Difference]:
+    """Run a program in a mode and return how it differs; more than once only for its memory."""
+    deviations: list[Difference] = []
+    memory: list[Difference] = []
+    for _ in range(_MEMORY_RUNS):
+        after = harness.run(before.program, mode, make_folder(before.program), before)
+        deviations = differences(before, after)
+        memory = memory_differences(before, after)
+        if not deviations and mode in MODES and not PROGRAMS[before.program].quiet:
+            assert any(rank.recorded for rank in after.ranks), "nothing was recorded"
+        if deviations or not memory:
+            break
+    return deviations + memory
 
 
 def differences(plain: RunReport, recorded: RunReport) -> list[Difference]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,18 @@ class RunReport:
 
 
 class Harness:
-    """Runs programs, one at a time, through a process that forks their ranks."""
+    """Runs programs, one at a time, through a process that forks their ranks.
 
-    def __init__(self, shm: Path) -> None:
-        self._shm = shm
+    Args:
+        shm: a folder for the rings.
+        device: where the programs have their tensors, ``cpu`` with Gloo or ``cuda`` with NCCL.
+        env: the environment, by default this process's.
+    """
+
+    def __init__(
+        self, shm: Path, device: str = "cpu", env: Mapping[str, str] | None = None
+    ) -> None:
+        self._shm, self._device = shm, device
         self._runs = 0
         paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._zygote = subprocess.Popen(
@@ -78,7 +87,7 @@ class Harness:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
-                **os.environ,
+                **(os.environ if env is None else env),
                 "PYTHONPATH": os.pathsep.join(paths),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
@@ -127,6 +136,7 @@ class Harness:
             "program": program,
             "mode": mode,
             "world_size": entry.world_size,
+            "device": self._device,
             "folder": str(folder),
             "shm": str(shm),
             "port": free_port(),

@@ -40,6 +40,7 @@ class Job:
         self.port = port
         self.mode = mode
         self.mode_name = mode_name
+        self.backend = "gloo" if torch.get_default_device().type == "cpu" else "nccl"
         self.seen: dict[str, Any] = {}
         self._watched: list[tuple[str, Callable[[], bool]]] = []
 
@@ -47,7 +48,7 @@ class Job:
         """Make the default process group over a file store."""
         store = dist.FileStore(str(self.folder / "store"), self.world_size)
         dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
+            self.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
         )
         self.watch("file store", store)
         self.watch_default_group()
@@ -137,7 +138,7 @@ def _plain_tensor(tensor: torch.Tensor) -> Any:
     return {
         "tensor": str(tensor.dtype),
         "shape": list(tensor.shape),
-        "sha256": hashlib.sha256(content.numpy().tobytes()).hexdigest(),
+        "sha256": hashlib.sha256(content.cpu().numpy().tobytes()).hexdigest(),
     }
 
 

@@ -30,14 +30,16 @@ _PR_SET_PDEATHSIG = 1
 def be_rank(order: dict[str, Any], rank: int) -> None:
     """Run the program of an order as one of its ranks. Ends as the program ends.
 
-    ``order`` holds ``program``, ``mode``, ``world_size``, ``folder``, ``shm``, ``port``,
-    ``patience``, the seconds that threads and objects may take to go away, and ``usual``, the
-    threads, descriptors and objects that each rank had left without recording, or None.
+    ``order`` holds ``program``, ``mode``, ``world_size``, ``device``, ``folder``, ``shm``,
+    ``port``, ``patience``, the seconds that threads and objects may take to go away, and ``usual``,
+    the threads, descriptors and objects that each rank had left without recording, or None.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # do not outlive the tests
     folder = Path(order["folder"])
     _redirect(folder, rank)
     _set_environment(order, rank)
+    if order["device"] != "cpu":
+        _use_device(order["device"], rank)
     program = programs.PROGRAMS[order["program"]]
     mode = mode_named(order["mode"], folder / "run")
     job = Job(rank, order["world_size"], folder, order["port"], mode, order["mode"])
@@ -66,6 +68,14 @@ def _run(program: programs.Program, job: Job) -> None:
     program.function(job)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _use_device(kind: str, rank: int) -> None:
+    """Make the tensors of the program on a device of this rank's own."""
+    import torch
+
+    torch.cuda.set_device(rank)
+    torch.set_default_device(kind)
 
 
 def _redirect(folder: Path, rank: int) -> None:

@@ -49,7 +49,9 @@ def program(**options: Any) -> Callable[[Callable[[Job], None]], Callable[[Job],
 
 def random_tensor(rank: int, *size: int, seed: int = 0) -> torch.Tensor:
     """Return a tensor that differs between ranks and is the same in every run."""
-    return torch.randn(*size, generator=torch.Generator().manual_seed(1000 * seed + rank))
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + rank)
+    numbers = torch.randn(*size, generator=generator, device="cpu")
+    return numbers.to(torch.get_default_device())
 
 
 def small_model(layers: int = 3) -> nn.Sequential:

@@ -53,7 +53,8 @@ def hsdp(job: Job) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    device = torch.get_default_device().type
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
     _train(job, fully_shard(small_model(2), mesh=mesh), clip=True)
 
 
@@ -67,7 +68,7 @@ def tensor_parallel(job: Job) -> None:
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     _train(job, parallelize_module(small_model(2), mesh, plan))
 
@@ -78,7 +79,7 @@ def pipeline(job: Job) -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     module = small_model(1)
-    stage = PipelineStage(module, job.rank, 2, torch.device("cpu"))
+    stage = PipelineStage(module, job.rank, 2, torch.get_default_device())
     schedule = ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
     for step in range(STEPS):
         if job.rank == 0:
