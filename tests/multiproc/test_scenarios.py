@@ -206,9 +206,7 @@ MUTANTS: dict[str, tuple[object, str, Any]] = {
     "another signal": (
         Dead,
         "state",
-        lambda self, snapshot, states: replace(
-            STATE(self, snapshot, states), values=(("signal", "SIGSEGV"),)
-        ),
+        lambda *arguments: replace(STATE(*arguments), values=(("signal", "SIGSEGV"),)),
     ),
     "words of its own": (kind, "summary", lambda said, live: "Rank 2 was killed."),
     "evidence of its own": (kind, "written", lambda shown, live: ("rank 2: gone",)),

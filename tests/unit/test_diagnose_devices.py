@@ -119,6 +119,28 @@ def test_a_member_whose_starts_are_not_told(tmp_path: Path) -> None:
     assert finding.facts[0].relation is R.START_UNKNOWN
 
 
+@pytest.mark.parametrize(("over", "found"), [(40, []), (4, [("missing", (2,))])])
+def test_hosts_that_ran_ahead_of_devices_that_go_on(
+    tmp_path: Path, over: int, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """A call that was issued long ago hangs only if nothing of its group has ended for as long.
+
+    All hosts but rank 2's issued 60 calls in the first 60 ms. Rank 2 issues one in two seconds, and
+    the devices follow it. While they go on, rank 0 has not noticed the last end yet.
+    """
+    calls = []
+    for rank in WORLD.ranks:
+        for seq in range(1, 61):
+            issue = seq * (2000 * MS if rank == 2 else MS)
+            is_over = seq <= over - (rank == 0 and not found)
+            if rank == 2 and seq > over:
+                break
+            end = seq * 2000 * MS + MS if is_over else None
+            calls.append(Call(rank, seq, issue, end, group=WORLD, flags=FLAG_DEVICE))
+    diagnosis = diagnose_calls(tmp_path, calls, states={}, seconds=81)
+    assert causes(diagnosis) == found
+
+
 def test_two_devices_that_have_not_started(tmp_path: Path) -> None:
     """Both are named, in one finding."""
     diagnosis = diagnosed(tmp_path, calls_on_devices((0, 3)))

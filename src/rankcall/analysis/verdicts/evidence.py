@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.pace import usual_step_s
 from rankcall.analysis.snapshot import (
+    COLLECTIVE,
     COMPLETED,
     GONE,
     P2P,
@@ -42,7 +43,7 @@ from rankcall.analysis.verdicts.wait_graph import (
     cycles_in,
     waits_of,
 )
-from rankcall.record import OPS, SYNCHRONISING
+from rankcall.record import FLAG_DEVICE, OPS, SYNCHRONISING
 
 HANG_AFTER_S = 60.0
 FIRST_STEP = 5.0  # the first step may take so many times longer
@@ -179,6 +180,9 @@ def held_for(snapshot: Snapshot) -> Floats:
     """Return how long each call has held its rank up, in s.
 
     A message that was issued to be waited for later does not hold a rank up while the rank goes on.
+    Hosts run ahead of their devices, so a collective on a device may have been issued long before
+    the device comes to it. It has held the device up for no longer than since the last end of a
+    collective of its group was noticed: the collectives of a group end in order.
     """
     calls = snapshot.calls
     held = np.full(len(calls), np.inf)
@@ -189,6 +193,13 @@ def held_for(snapshot: Snapshot) -> Floats:
         recent = np.fmin(calls["age_s"], calls["ended_s"])
         np.minimum.at(quiet, calls["rank"], recent)
         held[loose] = quiet[calls["rank"][loose]]
+    queued = (calls["kind"] == COLLECTIVE) & (calls["flags"] & FLAG_DEVICE != 0)
+    if queued.any() and snapshot.live:
+        queue = calls["rank"].astype(np.int64) * (len(snapshot.groups) + 1) + calls["group"]
+        since_end = np.full(len(snapshot.ranks) * (len(snapshot.groups) + 1), np.inf)
+        over = queued & (calls["status"] == COMPLETED)
+        np.fmin.at(since_end, queue[over], calls["ended_s"][over])
+        held[queued] = np.minimum(held[queued], since_end[queue[queued]])
     lasted: Floats = np.minimum(calls["age_s"], held)
     return lasted
 
