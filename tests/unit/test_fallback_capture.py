@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 import rankcall
+from rankcall.capture.device_status import NO_NUMBER, DeviceOp
 from rankcall.capture.fallback import call_sites, completion
 from rankcall.capture.fallback.completion import Completion, Issued, Waker
 from rankcall.capture.fallback.numbering import GroupState
 from rankcall.capture.fallback.schema import c10d_ops
 from rankcall.capture.recording import Recording
-from rankcall.record import FLAG_ABANDONED, OPS, STATUSES
+from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, OPS, STATUSES
 from rankcall.ring.layout import Geometry
 from rankcall.ring.reader import read_ring
 from rankcall.ring.tables import CallSite, Group
@@ -228,6 +229,26 @@ def test_the_future_of_a_python_work_is_followed(following: Any) -> None:
     failed.set_exception(ValueError("broken"))
     follow(PythonWork(failed))
     assert ended()["status"] == completion._FAILED
+
+
+def test_a_note_is_not_lost_while_notes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes the notes of ops on devices while one is being made."""
+    ring = PythonRing(create(None, Identity(rank=0), Geometry(64)), Geometry(64))
+    op = next(op for op in c10d_ops() if op.name == "send")
+    group = GroupState(Group("0", 0, "mine", "", (0,)), 0, 0, 1, lambda: None)
+    noting = Completion(ring, Waker())
+    taken: list[DeviceOp] = []
+
+    def number_while_notes_are_taken(work: Any, issued: Issued) -> int:
+        taken.extend(noting.take_device_ops())
+        return NO_NUMBER
+
+    monkeypatch.setattr(completion, "_callers_stream", lambda: (0, False))
+    monkeypatch.setattr(completion, "_number_of", number_while_notes_are_taken)
+    for record in range(3):
+        noting.arrange(op, Issued(record, group, 0, FLAG_DEVICE, True, False, 1), None)
+    taken += noting.take_device_ops()
+    assert [note.record for note in taken] == [0, 1, 2]
 
 
 # --- a defect of the recorder is not the job's ---

@@ -8,7 +8,9 @@ ways what it has found:
   in a coalescing block, so the status may end a watched collective, too.
 * torch's Flight Recorder has, for each group, the number of the last op that was enqueued and of
   the last that was found complete (``pg_status``). The rest of a dump is never read, because torch
-  queries events to make it. ProcessGroupNCCL has this status; ProcessGroupNCCL2 has none.
+  queries events to make it. ProcessGroupNCCL has this status. That of ProcessGroupNCCL2 (torch
+  2.15) is not read: it takes the sends and receives of a coalescing block for complete when they
+  are issued, and it tells no starts.
 
 ProcessGroupNCCL returns no Work from a synchronous collective, and neither back end has a future
 for the ops of a coalescing block. These ops are not watched, and three rules tell that one is over:
@@ -22,7 +24,10 @@ for the ops of a coalescing block. These ops are not watched, and three rules te
   earlier of them is over: the group's ops use one communicator, which keeps their order.
 
 What is still not known stays in flight, because it may be the op that hangs. Only if the back end
-keeps no status of the group, or the recording ends, is it closed without an end.
+keeps no status of the group, or the recording ends, is it closed without an end. That is what
+becomes of the sends and receives of a block on ProcessGroupNCCL2. Its completion hook does tell the
+end of a block, but by the key of a Work that only the block's caller gets. Which of the keys that
+belong to no recorded op is which block's could only be guessed, and a wrong guess would hide a hang.
 
 The number of an op comes from its Work or from the back end's counter. Sends and receives in a
 block have neither, and are counted: if the group has enqueued as many since the last known number

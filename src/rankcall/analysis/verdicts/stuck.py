@@ -26,8 +26,8 @@ _ADVICE = {
         f"Look at what the ranks issued before that line, at {_DEVICES}, and at {_LOG}."
     ),
     Relation.START_UNKNOWN: (
-        f"Look at {_DEVICES}, and at {_LOG}. With TORCH_NCCL_ENABLE_TIMING=1, the next verdict "
-        "names the ranks whose devices have not started the call."
+        f"Look at {_DEVICES}, and at {_LOG}. With TORCH_NCCL_ENABLE_TIMING=1 and torch 2.14 or "
+        "older, the next verdict names the ranks whose devices have not started the call."
     ),
 }
 

@@ -18,6 +18,7 @@ import itertools
 import os
 import sys
 import time
+from collections import deque
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -245,7 +246,9 @@ class Completion:
         # In Python all of Gloo's Works are of one type: the op tells them apart.
         self._futureless: set[tuple[type, str]] = set()
         self.first_ops = 0  # of groups, that are being issued
-        self._device_ops: list[DeviceOp] = []  # since they were taken last
+        # Since they were taken last. A deque, to which the issuing thread appends while another
+        # thread takes: an op that went into a list already taken would stay in flight for ever.
+        self._device_ops: deque[DeviceOp] = deque()
         # By record, until they are done. They hold no tensor: each is only an op's result.
         self._results: dict[int, Any] = {}
         self._open_device_ops: set[int] = set()  # as many as the status keeps
@@ -298,8 +301,6 @@ class Completion:
         work = dist.Work.unbox(boxed) if op.returns_work and boxed is not None else None
         future = _result_of(work)
         is_watched = future is not None and len(self._results) < _MOST_DEVICE_OPS
-        if is_watched:
-            self._results[issued.number] = future
         self._open_device_ops.add(issued.number)
         self._device_ops.append(
             DeviceOp(
@@ -313,6 +314,9 @@ class Completion:
                 in_stream=work is None and issued.is_synchronous,
             )
         )
+        # The note comes first: whoever takes the ends, and then the notes, has a note of each end.
+        if is_watched:
+            self._results[issued.number] = future
 
     def take_ended_device_ops(self) -> list[int]:
         """End the records of the ops whose futures are done; return those records.
@@ -331,8 +335,7 @@ class Completion:
 
     def take_device_ops(self) -> list[DeviceOp]:
         """Return the ops on devices that were issued since the last call."""
-        taken, self._device_ops = self._device_ops, []
-        return taken
+        return [self._device_ops.popleft() for _ in range(len(self._device_ops))]
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
         """End records that have not ended: completed at ``time_ns``, abandoned if that is 0."""
