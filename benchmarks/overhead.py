@@ -41,17 +41,18 @@ def added_us(
     switched: Callable[[], contextlib.AbstractContextManager[object]],
     rounds: int,
     calls: int,
+    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> tuple[float, float]:
     """Return the median of what ``switched`` adds to a call, and the median without it."""
     plain, added = [], []
     for _ in range(rounds):
         per_call_us(call, calls // 10)
-        before = per_call_us(call, calls)
+        before = per_call_us(call, calls, clock)
         with switched():
             per_call_us(call, calls // 10)
-            during = per_call_us(call, calls)
+            during = per_call_us(call, calls, clock)
         per_call_us(call, calls // 10)
-        after = per_call_us(call, calls)
+        after = per_call_us(call, calls, clock)
         plain.append((before + after) / 2)
         added.append(during - (before + after) / 2)
     return statistics.median(added), statistics.median(plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from recorded_jobs import RecordedJobs
+from recorded_jobs import RecordedJobs, torch_version
 
 
 def test_a_missing_rank(jobs: RecordedJobs, capture: str) -> None:
@@ -27,5 +27,45 @@ def test_a_missing_rank(jobs: RecordedJobs, capture: str) -> None:
     )
     found = json.loads(job.command("diagnose", "--json", "--hang-after", "0.2").stdout)["findings"]
     assert [(one["kind"], one["ranks"]) for one in found] == [("missing", [1])]
+    job.tell("end")
+    job.job.succeed()
+
+
+def test_a_rank_that_does_not_come_to_a_batch(jobs: RecordedJobs, capture: str) -> None:
+    """It is named if the back end tells the ends of batches. If not, no call is said to hang."""
+    job = jobs.start(
+        2,
+        """
+        init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
+        def batch():
+            peer = 1 - rank
+            ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y, peer)]
+            for work in dist.batch_isend_irecv(ops): work.wait()
+        for _ in range(4): batch()
+        torch.cuda.synchronize()
+        if rank == 0: batch()
+        wait_told("end"); os._exit(0)
+        """,
+        RANKCALL_CAPTURE=capture,
+    )
+    tells_ends = torch_version() < (2, 15)
+    if tells_ends:
+        job.wait_for(lambda rows: rows.filter(status="completed").height == 16)
+    else:
+        job.wait_for(lambda rows: rows.filter(abandoned=True).height == 18)
+    while True:
+        written = json.loads(job.command("diagnose", "--json", "--hang-after", "1").stdout)
+        if written["findings"]:
+            break
+        job.after_a_look()
+    (found,) = written["findings"]
+    stands = [row["stands"] for row in written["ranks"]]
+    if tells_ends:
+        assert (found["kind"], found["ranks"]) == ("missing", [1])
+        assert stands == ["in", "left"]
+    else:
+        assert (found["kind"], found["ranks"]) == ("no_progress", [])
+        assert found["facts"][0]["others"]["ranks"] == [0, 1]
+        assert stands == ["end_unknown", "end_unknown"]
     job.tell("end")
     job.job.succeed()

@@ -309,7 +309,12 @@ def test_summaries_of_a_job_that_does_not_move_or_is_slow() -> None:
     one, many = of(R.NONE_STARTED, 90)
     assert summary([one]).startswith("None of 1 rank has made a process group")
     assert summary([many]).startswith("None of 3 ranks has made a process group")
-    assert summary([of(R.NONE_ISSUES, 90)[0]]).endswith("and none is in one, for 90 s.")
+    one, many = of(R.NONE_ISSUES, 90)
+    assert summary([replace(one, others=None)]).endswith("and none is in one, for 90 s.")
+    assert summary([replace(one, others=many.ranks)]).startswith(
+        "No rank has issued a collective or a message for 90 s. Whether the last one has ended is "
+        "not known of rank"
+    )
     cost, late = of(R.MAKES_WAIT, 31.2, since_step="1000"), of(R.COMES_LATE, 0.1, CALL)
     assert summary([cost[0]]) == (
         f"R{NAME[1:]} makes the others wait, since step 1,000: waiting for it costs each of them "

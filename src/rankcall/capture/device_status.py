@@ -26,8 +26,9 @@ for the ops of a coalescing block. These ops are not watched, and three rules te
 What is still not known stays in flight, because it may be the op that hangs. Only if the back end
 keeps no status of the group, or the recording ends, is it closed without an end. That is what
 becomes of the sends and receives of a block on ProcessGroupNCCL2. Its completion hook does tell the
-end of a block, but by the key of a Work that only the block's caller gets. Which of the keys that
-belong to no recorded op is which block's could only be guessed, and a wrong guess would hide a hang.
+end of a block, but by the key of a Work that only the block's caller gets. Other Works have keys
+that belong to no recorded op, too, so that a block's could only be guessed, and a wrong guess would
+hide a hang.
 
 The number of an op comes from its Work or from the back end's counter. Sends and receives in a
 block have neither, and are counted: if the group has enqueued as many since the last known number

@@ -95,7 +95,9 @@ class Relation(str, Enum):
     ALL_WAIT_IN_FUNCTION = "all_wait_in_function"  # the stacks of all ranks say so
     NO_GROUP_YET = "no_group_yet"  # the ranks have no process group on record, and others have
     NONE_STARTED = "none_started"  # no rank has a process group
-    NONE_ISSUES = "none_issues"  # no call is in flight, and no rank has issued one
+    # No call is known to be in flight, and no rank has issued one. others: those whose newest call
+    # may not have ended.
+    NONE_ISSUES = "none_issues"
     STANDS_AT = "stands_at"  # the stack shows the line. values: a place
 
     # A job that goes on, and is slow.

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rankcall.analysis.pace import quiet_s, usual_step_s
-from rankcall.analysis.snapshot import ALIVE, GONE, RankState, Snapshot, unfinished
+from rankcall.analysis.snapshot import (
+    ALIVE,
+    END_UNKNOWN,
+    GONE,
+    RankState,
+    Snapshot,
+    standings,
+    unfinished,
+)
 from rankcall.analysis.verdicts.evidence import FIRST_STEP, LONG_STEPS, HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
@@ -148,8 +156,16 @@ def _silent(
         return Fact(Relation.NO_GROUP_YET, ranks, number=seconds, unit="s")
     begun = any(state.groups for state in snapshot.ranks)
     everyone = ranks_of(snapshot, range(len(snapshot.ranks)))
-    relation = Relation.NONE_ISSUES if begun else Relation.NONE_STARTED
-    return Fact(relation, everyone, number=seconds, unit="s")
+    if not begun:
+        return Fact(Relation.NONE_STARTED, everyone, number=seconds, unit="s")
+    rows, how = standings(snapshot.calls)
+    unknown = [
+        int(rank)
+        for rank, stands in zip(snapshot.calls["rank"][rows], how, strict=True)
+        if stands == END_UNKNOWN
+    ]
+    others = ranks_of(snapshot, unknown) if unknown else None
+    return Fact(Relation.NONE_ISSUES, everyone, others=others, number=seconds, unit="s")
 
 
 def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[Fact]:

@@ -342,9 +342,12 @@ def _none_started(facts: Sequence[Fact], live: bool) -> str:
 
 
 def _none_issues(facts: Sequence[Fact], live: bool) -> str:
+    fact, seconds = facts[0], duration(time_of(facts[0]))
+    if fact.others is None:
+        return f"No rank has issued a collective or a message, and none is in one, for {seconds}."
     return (
-        "No rank has issued a collective or a message, and none is in one, for "
-        f"{duration(time_of(facts[0]))}."
+        f"No rank has issued a collective or a message for {seconds}. Whether the last one has "
+        f"ended is not known of {name_ranks(fact.others)}."
     )
 
 
