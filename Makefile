@@ -8,10 +8,14 @@ INSTALLED := .venv/.installed
 setup: $(INSTALLED)
 
 # A .venv whose pip does not run was left half made: it is made again.
+define make-venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+    { echo "rankcall needs Python >= 3.10: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+endef
+
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	    { echo "rankcall needs Python >= 3.10: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(make-venv)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints.txt -e '.[torch,report,serve,mcp,rpc,examples,dev,nvtx,prometheus,otel,stacks,lightning,accelerate,remote]'
 	@touch $@
@@ -38,10 +42,20 @@ setup-integrations: $(INSTALLED)
 	    apt-get install -y -qq --no-install-recommends $(DEBIAN); \
 	else echo "not installed, because this needs apt-get and root: $(DEBIAN)" >&2; fi
 
-# Four ranks train on real images; rank 2 sleeps 20 ms in each step, and the report names it.
+# Four ranks train on real images; rank 2 sleeps 20 ms in each step, and the report names it. If there is no .venv yet, the
+# demo makes one with what it needs alone, and not with what the tests need.
+DEMO := .venv/.demo
+$(DEMO): pyproject.toml constraints.txt
+	$(make-venv)
+	@echo "1/3 installing torch, rankcall and scikit-learn into .venv, which takes some minutes"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[torch,report,examples]'
+	@touch $@
+
 demo: export OMP_NUM_THREADS := 1
-demo: $(INSTALLED)
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
+	@echo "2/3 training with four ranks, of which rank 2 is slow"
 	$(BIN)/rankcall run --nproc-per-node 4 examples/train_digits.py --slow-rank 2 --slow-ms 20
+	@echo "3/3 reading the records"
 	$(BIN)/rankcall report
 	$(BIN)/rankcall report -o report.html
 

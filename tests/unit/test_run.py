@@ -310,3 +310,15 @@ def test_a_run_is_one_line_in_a_notebook(tmp_path: Path) -> None:
     assert "\n" not in text
     assert len(text) < len(str(tmp_path)) + 100
     assert "rank none of 0" in repr(Run(tmp_path, {}, []))
+
+
+def test_what_a_notebook_shows(tmp_path: Path) -> None:
+    """A run is a small table, whose names cannot be markup; ``repr`` is one line."""
+    run = load(synthetic_run(tmp_path / "<b>job", 4, 40, hosts=2).path)
+    table = run._repr_html_()
+    assert "rank 0-3 of 4, 2 hosts" in table
+    assert "&lt;b&gt;job" in table
+    assert "<b>" not in table
+    assert table.count("<tr>") == 2
+    assert repr(run).count("\n") == 0
+    assert "rank 0-3 of 4, 2 hosts" in repr(run)

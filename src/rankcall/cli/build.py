@@ -7,7 +7,7 @@ import importlib.util
 import typer
 
 from rankcall.capture.session import check_torch
-from rankcall.cli.common import say
+from rankcall.cli.common import COMPILING, say, working
 from rankcall.errors import BackendUnavailableError, CaptureUnavailableError
 
 
@@ -22,11 +22,15 @@ def command() -> None:
     from rankcall.capture.native import RECORDER
 
     try:
-        typer.echo(f"native recorder: {RECORDER.prebuild()}")
+        with working(COMPILING):
+            recorder = RECORDER.prebuild()
+        typer.echo(f"native recorder: {recorder}")
         if importlib.util.find_spec("zmq") is not None:
             from rankcall.rpc.backends.zmq.agent_module import AGENT
 
-            typer.echo(f"native RPC agent: {AGENT.prebuild()}")
+            with working("compiling the native RPC agent, which takes about 20 s"):
+                agent = AGENT.prebuild()
+            typer.echo(f"native RPC agent: {agent}")
     except (CaptureUnavailableError, BackendUnavailableError) as error:
         say(str(error))
         raise typer.Exit(1) from error

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli.common import say, say_moved
+from rankcall.cli.common import say, say_moved, working
 from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.files import open_file
 from rankcall.problems import Problem, texts
@@ -69,7 +69,8 @@ def command(
         extracted: list[Path] = []
         try:
             folders = [_folder(place, extracted) for place in places]
-            _collect(folders, places[0], target, Path(scratch))
+            with working(f"writing {target}"):
+                _collect(folders, places[0], target, Path(scratch))
         finally:
             for folder in extracted:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -49,6 +49,7 @@ HangAfter = Annotated[
         "0: the value that the job was started with, or 60.",
     ),
 ]
+COMPILING = "compiling the native recorder, which takes about 20 s"
 _WIDEST = 1 << 14  # columns; no line is as long
 _SHOW_FROM = 32  # rings; fewer are read before a bar appears
 
@@ -113,6 +114,25 @@ def bar(what: str) -> Iterator[Progress]:
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
         yield _follow(bar.add_task(what, total=None, visible=False), bar.update)
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something goes on, and for how long, if stderr is a terminal.
+
+    For work that does not tell how far it is: a compiler, a copy, the reading of logs.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(clean(what), total=None)
+        yield
 
 
 def _follow(task: int, update: Callable[..., None]) -> Progress:

@@ -13,7 +13,15 @@ from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.logs.following import follow_logs
 from rankcall.analysis.looks import by_interest, diagnose_asking
 from rankcall.analysis.verdicts.verdict import Verdict
-from rankcall.cli.common import Attempt, HangAfter, console_for_result, exit_with, open_run, say
+from rankcall.cli.common import (
+    Attempt,
+    HangAfter,
+    console_for_result,
+    exit_with,
+    open_run,
+    say,
+    working,
+)
 from rankcall.imports.logs.reading import STDIN, is_log
 from rankcall.imports.node import ask_node
 from rankcall.report import diagnosis_text
@@ -83,7 +91,8 @@ def command(
         raise typer.BadParameter("--follow needs the files of --log; write a stream to one first")
     if log:
         logs = [*log, *places]
-        result = diagnose_logs(logs) if follow is None else follow_logs(logs, follow)
+        with working("reading logs"):
+            result = diagnose_logs(logs) if follow is None else follow_logs(logs, follow)
         _print(result, json, {}, asks_node=node)
         exit_with(result)
         return

@@ -17,7 +17,7 @@ import typer
 
 from rankcall import watch
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
-from rankcall.cli.common import say
+from rankcall.cli.common import COMPILING, say, working
 from rankcall.errors import CaptureUnavailableError
 from rankcall.job.evidence import COLLECT_TO
 from rankcall.job.sealing import job_secret
@@ -183,8 +183,9 @@ def prepare(capture: str) -> str:
         from rankcall.capture.native import RECORDER
 
         if not RECORDER.is_ready():
-            say("building the native recorder, once for this torch and Python")
-        RECORDER.prebuild()
+            say(f"{COMPILING}, once for this torch and Python")
+        with working(COMPILING):
+            RECORDER.prebuild()
     except CaptureUnavailableError as error:
         if capture == "native":
             raise

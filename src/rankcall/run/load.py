@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError, RunNotFoundError
+from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from rankcall.imports import EvidenceSource
 
 Progress = Callable[[int, int], None]
+_SHOWN_PROBLEMS = 4  # in a notebook
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,23 @@ class Run:
 
     def __repr__(self) -> str:
         # One line: the fields would be kilobytes in a notebook, most of them side tables.
+        return f"<Run {self.source or self.path}: {', '.join(self._in_short())}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of the run: the same, as a small table."""
+        facts = [
+            ("run", str(self.source or self.path)),
+            ("records of", ", ".join(self._in_short())),
+        ]
+        facts += [("problem", str(problem)) for problem in self.problems[:_SHOWN_PROBLEMS]]
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{name}</th>"
+            f"<td style='text-align:left'>{html.escape(clean(text))}</td></tr>"
+            for name, text in facts
+        )
+        return f"<table>{rows}</table>"
+
+    def _in_short(self) -> list[str]:
         attempts = {head.header.attempt for head in self.heads}
         parts = [
             f"rank {format_ranks(sorted(self.hosts)) or 'none'} of {self.world_size}",
@@ -73,7 +93,7 @@ class Run:
             f"{len(set(self.hosts.values()))} hosts" if len(set(self.hosts.values())) > 1 else "",
             f"problems: {len(self.problems)}" if self.problems else "",
         ]
-        return f"<Run {self.source or self.path}: {', '.join(part for part in parts if part)}>"
+        return [part for part in parts if part]
 
     def iter_rings(
         self,
