@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable
 
+from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture.settings import read_settings
 from rankcall.durations import Duration, seconds
@@ -23,7 +24,6 @@ from rankcall.job.watcher import ABORT_STATUS, Watcher, is_watching
 __all__ = ["ABORT_STATUS", "Handle", "arm", "start"]
 
 HANG_AFTER, ON_HANG = "RANKCALL_HANG_AFTER", "RANKCALL_ON_HANG"  # set by the launcher
-DEFAULT_S = 60.0
 
 
 def start(
@@ -94,7 +94,7 @@ def _hang_after(given: Duration | None) -> float:
         if after_s == math.inf:
             raise ValueError("hang_after must be finite: without a watcher, nothing counts as hung")
         return after_s
-    text = os.environ.get(HANG_AFTER) or str(DEFAULT_S)
+    text = os.environ.get(HANG_AFTER) or str(HANG_AFTER_S)
     try:
         after_s = float(text)
     except ValueError:
