@@ -1,0 +1,159 @@
+"""Runs a phase of rankcall many times, each time with one failing system call below our folders.
+
+usage: failing_calls_program.py LIBRARY FOLDER PHASE CASES. The library is preloaded. Each case runs
+in a child that is forked after all imports, and prints a line of JSON: what failed, and what the
+child did. The first case counts the calls. CASES is how many others there are at most; 0 means each
+call with each error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+LIBRARY, FOLDER, PHASE, CASES = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+RUN, LIVE, KEPT = FOLDER / "run", FOLDER / "live", FOLDER / "kept"
+os.environ["RANKCALL_SHM"] = str(LIVE)
+os.environ["RANKCALL_RUN_DIR"] = str(RUN)
+ERRORS = (errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EACCES, errno.ENOMEM)
+
+failing = ctypes.CDLL(LIBRARY)
+failing.failed_call.restype = ctypes.c_char_p
+
+import _rankcall_hook  # noqa: E402
+
+if PHASE != "without":
+    os.environ["RANKCALL"] = "1"
+    _rankcall_hook.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import rankcall.cli.diagnose  # noqa: E402
+import rankcall.cli.report  # noqa: E402
+import rankcall.watch  # noqa: E402, F401
+from rankcall.analysis.verdicts.finding import Finding  # noqa: E402
+from rankcall.analysis.verdicts.verdict import Origin, Verdict  # noqa: E402
+from rankcall.cli import main  # noqa: E402
+from rankcall.job.keep import keep_verdict  # noqa: E402
+
+
+def job() -> None:
+    """Issue some collectives, and print what they give."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.arange(4.0)
+    for _ in range(5):
+        dist.all_reduce(tensor)
+    dist.barrier()
+    group = dist.new_group([0])
+    dist.broadcast(tensor, 0, group=group)
+    print("result", tensor.tolist(), dist.get_world_size(), flush=True)
+    dist.destroy_process_group()
+
+
+def killed_job() -> None:
+    """Leave a live ring behind."""
+    job()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report() -> None:
+    """Settle the ring of the killed job, and report and diagnose it."""
+    statuses = [main([command, str(RUN)]) for command in ("report", "diagnose")]
+    print("statuses", statuses, flush=True)
+
+
+def verdict() -> None:
+    """Keep a verdict with a stack."""
+    said = Verdict("run", [Finding("missing", (0,), stops=True)], origin=Origin("x", "b", 1, 1, 1))
+    try:
+        keep_verdict(RUN, said, {0: "a stack"}, lambda known: True)
+    except OSError as error:
+        print("OSError", error, file=sys.stderr)
+    print("kept", flush=True)
+
+
+PHASES: dict[str, Callable[[], None]] = {
+    "without": job,
+    "record": job,
+    "report": report,
+    "verdict": verdict,
+}
+
+
+def in_child(phase: Callable[[], None], number: int, error: int) -> tuple[int, str, str, str, int]:
+    """Run a phase in a child; return its status, what it printed, what failed and its calls."""
+    files = [FOLDER / name for name in ("out", "err", "calls")]
+    pid = os.fork()
+    if pid == 0:
+        for fd, file in enumerate(files[:2], 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), fd)
+        import atexit
+
+        def note() -> None:
+            failed = failing.failed_call().decode()
+            files[2].write_text(json.dumps([failed, failing.calls_made()]))
+
+        atexit.register(note)  # runs last
+        failing.fail_at(f"{RUN}\n{LIVE}".encode(), number, error)
+        phase()
+        sys.exit(0)
+    status = os.waitpid(pid, 0)[1]
+    out, err = (file.read_text() for file in files[:2])
+    failed, calls = json.loads(files[2].read_text()) if files[2].exists() else ("", 0)
+    files[2].unlink(missing_ok=True)
+    return os.waitstatus_to_exitcode(status), out, err, failed, calls
+
+
+def fresh() -> None:
+    """Begin with empty folders, or with those of the killed job."""
+    for folder in (RUN, LIVE):
+        shutil.rmtree(folder, ignore_errors=True)
+        if (KEPT / folder.name).exists():
+            shutil.copytree(KEPT / folder.name, folder)
+    LIVE.mkdir(exist_ok=True, mode=0o700)
+    if PHASE == "verdict":
+        RUN.mkdir(exist_ok=True)
+
+
+def run() -> None:
+    """Run all cases."""
+    fresh()
+    if PHASE == "report":
+        in_child(killed_job, 0, 0)
+        KEPT.mkdir()
+        for folder in (RUN, LIVE):
+            if folder.exists():
+                shutil.copytree(folder, KEPT / folder.name)
+    *_, calls = tell(0, 0)
+    chosen = [(number, error) for number in range(1, calls + 1) for error in ERRORS]
+    if CASES:
+        # Each call has its turn with one error, spread over all calls.
+        step = max(1, calls // CASES)
+        chosen = [(n, ERRORS[n // step % len(ERRORS)]) for n in range(1, calls + 1, step)]
+    for number, error in chosen:
+        tell(number, error)
+
+
+def tell(number: int, error: int) -> tuple[int, str, str, str, int]:
+    """Run one case and print it; then look at the run without any failure."""
+    fresh()
+    done = in_child(PHASES[PHASE], number, error)
+    after = in_child(report, 0, 0)[1] if PHASE == "report" else ""
+    names = ("status", "out", "err", "failed", "calls")
+    line = dict(zip(names, done, strict=True))
+    line |= {"number": number, "error": errno.errorcode.get(error, ""), "after": after}
+    print(json.dumps(line), flush=True)
+    return done
+
+
+run()

@@ -1,0 +1,90 @@
+"""Each system call of ours fails once, and changes no job: those that touch a file of rankcall."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the library that is preloaded."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    target = tmp_path_factory.mktemp("library") / "failing_calls.so"
+    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    command += [str(HERE / "failing_calls.cpp"), "-o", str(target), "-ldl"]
+    subprocess.run(command, check=True, timeout=200)
+    return target
+
+
+def run_cases(library: Path, folder: Path, phase: str, cases: int) -> list[dict[str, Any]]:
+    """Return what each case did; the first is without a failure."""
+    folder.mkdir()
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RANKCALL_")
+    }
+    done = subprocess.run(
+        [sys.executable, HERE / "failing_calls_program.py", library, folder, phase, str(cases)],
+        env={**environment, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(library: Path, folder: Path, phase: str, cases: int) -> set[str]:
+    """Check what all cases of a phase did; return the calls that failed."""
+    first, *rest = run_cases(library, folder / phase, phase, cases)
+    assert first["status"] == 0, first
+    assert rest, first
+    if phase == "record":
+        plain, *_ = run_cases(library, folder / "without", "without", 1)
+        assert plain["calls"] == 0
+        assert first["out"] == plain["out"]
+    for case in rest:
+        assert "Traceback" not in case["err"], case
+        assert case["status"] == 0, case
+        if phase == "report":
+            assert case["out"].rpartition("statuses")[2].strip() in STATUSES, case
+            assert (
+                case["after"].rpartition("statuses")[2] == first["after"].rpartition("statuses")[2]
+            )
+        else:
+            assert case["out"] == first["out"], case
+    return {case["failed"] for case in rest}
+
+
+# A command is done, done with problems, or could not read the run, and never a traceback.
+STATUSES = {f"[{report}, {diagnose}]" for report in range(3) for diagnose in range(3)}
+
+
+@pytest.mark.parametrize("phase", ["record", "report", "verdict"])
+def test_some_calls_that_fail(library: Path, tmp_path: Path, phase: str) -> None:
+    """A sample of calls fails, each with an error of its own; the job, or the command, ends well.
+
+    A command that fails loses no record: the next one reads them.
+    """
+    assert len(check(library, tmp_path, phase, 4)) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("phase", ["record", "report", "verdict"])
+def test_each_call_that_fails(library: Path, tmp_path: Path, phase: str) -> None:
+    """The same for every call, with ENOSPC, EMFILE, EIO, EACCES and ENOMEM."""
+    assert len(check(library, tmp_path, phase, 0)) >= 3
