@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,12 @@ def run_cases(library: Path, folder: Path, phase: str, cases: int) -> list[dict[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def records_of(report: str) -> int:
+    """Return the number of records in a report."""
+    found = re.search(r"([\d,]+) records, none dropped", report)
+    return int(found[1].replace(",", "")) if found else 0
+
+
 def check(library: Path, folder: Path, phase: str, cases: int) -> set[str]:
     """Check what all cases of a phase did; return the calls that failed."""
     first, *rest = run_cases(library, folder / phase, phase, cases)
@@ -61,9 +68,7 @@ def check(library: Path, folder: Path, phase: str, cases: int) -> set[str]:
         assert case["status"] == 0, case
         if phase == "report":
             assert case["out"].rpartition("statuses")[2].strip() in STATUSES, case
-            assert (
-                case["after"].rpartition("statuses")[2] == first["after"].rpartition("statuses")[2]
-            )
+            assert records_of(case["after"]) == records_of(first["after"]) > 0, case
         else:
             assert case["out"] == first["out"], case
     return {case["failed"] for case in rest}

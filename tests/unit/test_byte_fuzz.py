@@ -106,19 +106,20 @@ def _store(folder: Path) -> Target:
     def judge(snapshot: Any, before: bytes) -> bytes:
         return before and encode(decode(before))
 
+    readers: list[Callable[[], Steps[object]]] = [
+        lambda: Exchange(lambda: None, settle_s=0.0).steps(mine, _WORLD, judge),
+        lambda: Exchange(lambda: None)._ask([(0, "a", 1)]),
+        lambda: Questions("").ask({0}, _WORLD),
+        lambda: Posts("p", _WORLD).fresh(set()),
+        lambda: choice.agree("k", lambda: choice.Choice(folder)),
+    ]
+
     def read(data: bytes) -> None:
         for value in (data, pack(data)):
-            readers: list[Steps[object]] = [
-                Exchange(lambda: None, settle_s=0.0).steps(mine, _WORLD, judge),
-                Exchange(lambda: None)._ask([(0, "a", 1)]),
-                Questions("").ask({0}, _WORLD),
-                Posts("p", _WORLD).fresh(set()),
-                choice.agree("k", lambda: choice.Choice(folder)),
-            ]
-            for steps in readers:
+            for reader in readers:
                 for secret in (None, b"a secret of the tests"):
                     try:
-                        _answer(sealed(steps, lambda secret=secret: secret), value)
+                        _answer(sealed(reader(), lambda secret=secret: secret), value)
                     except ValueError:
                         continue
 

@@ -12,7 +12,8 @@ from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls, unfin
 from worlds import MS, START, together, write_world
 
 from rankcall.analysis.pace import pace
-from rankcall.analysis.verdicts import diagnose, judge, with_stacks
+from rankcall.analysis.snapshot import within_world
+from rankcall.analysis.verdicts import diagnose, find, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.report import diagnosis_text as report
 from rankcall.report import top
@@ -194,6 +195,37 @@ def test_a_missing_rank_that_fell_silent_later(tmp_path: Path) -> None:
         )
         assert causes(diagnosis) == [("missing", (2, 3))]
         assert words in diagnosis.findings[0].summary
+
+
+def test_a_missing_rank_that_began_during_the_wait(tmp_path: Path) -> None:
+    """A rank that began to record while the others waited has issued no call that could be named.
+
+    The diagnosis raised ValueError.
+    """
+    pair = Group("1", 0, "gloo", "pair", (2, 3))
+    calls = [*unfinished(WORLD, 1, (0, 1, 2), 5 * MS), *together(1, [MS] * 2, 2 * MS, pair)]
+    snapshot = diagnose_calls(tmp_path, calls, states={}, seconds=70, hang_after=20).snapshot
+    ranks = [replace(state, started_s=5.0) for state in snapshot.ranks]
+    others = snapshot.calls[snapshot.calls["rank"] != 3]
+    (finding,) = find(replace(snapshot, ranks=ranks, calls=others), 20)
+    assert (finding.kind, finding.ranks) == ("missing", (3,))
+    assert "has issued nothing for 5.0 s" in finding.summary
+
+
+@pytest.mark.parametrize("beyond", ["member", "peer", "root"])
+def test_ranks_that_the_job_does_not_have(tmp_path: Path, beyond: str) -> None:
+    """A group, a peer or a root beyond the world is left out and said; it raised IndexError."""
+    calls = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 2), 5 * MS)]
+    snapshot = diagnose_calls(tmp_path, calls, states={}, seconds=70, hang_after=20).snapshot
+    groups, wrong = list(snapshot.groups), snapshot.calls.copy()
+    if beyond == "member":
+        groups = [replace(group, ranks=(*group.ranks, 1000, 1 << 19)) for group in groups]
+    else:
+        wrong[beyond][-1] = 1000
+    sound = within_world(replace(snapshot, groups=groups, calls=wrong))
+    assert [finding.kind for finding in find(sound, 20)] == ["missing"]
+    assert "not among the job's 4" in str(sound.problems[-1])
+    assert within_world(snapshot) is snapshot
 
 
 def test_the_pace_is_that_of_the_last_seconds(tmp_path: Path) -> None:

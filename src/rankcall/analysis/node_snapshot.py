@@ -15,7 +15,14 @@ from typing import Any, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.snapshot import CALL, RankState, Snapshot, labels_of, no_calls
+from rankcall.analysis.snapshot import (
+    CALL,
+    RankState,
+    Snapshot,
+    labels_of,
+    no_calls,
+    within_world,
+)
 from rankcall.packed_json import load, pack
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS, compress_ranks, count_ranks, expand_ranks
@@ -178,7 +185,7 @@ def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
         calls.append(mine)
     problems = list(dict.fromkeys(problem for node in nodes for problem in node.problems))
     ranks = [best.get(rank) or RankState(rank, blind=True) for rank in range(world)]
-    return Snapshot(
+    snapshot = Snapshot(
         ranks,
         np.concatenate(calls),
         groups.items,
@@ -186,6 +193,7 @@ def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
         sites.items,
         problems,
     )
+    return within_world(snapshot)
 
 
 def _worth(state: RankState) -> tuple[int, float]:

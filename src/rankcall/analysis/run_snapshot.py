@@ -24,6 +24,7 @@ from rankcall.analysis.snapshot import (
     Snapshot,
     labels_of,
     no_calls,
+    within_world,
 )
 from rankcall.analysis.windows import LARGEST, Ints, Window, Windows, window_size
 from rankcall.process import Viewpoint
@@ -124,7 +125,7 @@ class SnapshotBuilder:
         moments = moments_of(self._seen, ends)
         ranks = self._ranks(exits, ends, moments)
         groups = list(self._windows.groups)
-        return Snapshot(
+        snapshot = Snapshot(
             ranks,
             self._calls([moments.get(state.rank, 0) for state in ranks]),
             groups,
@@ -135,6 +136,7 @@ class SnapshotBuilder:
             dumped="evidence" in run.about,
             moments={self._seen[rank].header.boot_id: moment for rank, moment in moments.items()},
         )
+        return within_world(snapshot)
 
     def _ranks(
         self, exits: Sequence[Exit], ends: ProcessEnds, moments: dict[int, int]

@@ -8,13 +8,13 @@ that differences between hosts' clocks do not matter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.problems import Problem
+from rankcall.problems import Problem, ProblemKind
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, FLAG_NOT_STARTED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, both_lines
 from rankcall.run.load import label_groups
@@ -158,6 +158,27 @@ class Snapshot:
     def shown_site(self, number: int) -> str:
         """Return a call site for a text: the user's line first, and the framework's beside it."""
         return both_lines(self.site(number), self.user_line(number))
+
+
+def within_world(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot whose groups and calls name only ranks that the job has.
+
+    Others are left out, with a line that says so. A file may be damaged or forged, and a process
+    that has made a smaller world since keeps the groups of the larger one.
+    """
+    world, calls = len(snapshot.ranks), snapshot.calls
+    known = (calls["peer"] < world) & (calls["root"] < world)
+    groups = [
+        replace(group, ranks=tuple(rank for rank in group.ranks if rank < world))
+        if max(group.ranks, default=-1) >= world
+        else group
+        for group in snapshot.groups
+    ]
+    if known.all() and groups == snapshot.groups:
+        return snapshot
+    text = f"records name ranks that are not among the job's {world:,}: these are left out"
+    problems = [*snapshot.problems, Problem(ProblemKind.UNREADABLE, text)]
+    return replace(snapshot, calls=calls[known], groups=groups, problems=problems)
 
 
 def no_calls() -> Calls:

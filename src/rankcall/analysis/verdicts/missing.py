@@ -91,9 +91,11 @@ class Missing(CulpritKind):
         places = {code_place(state.stack) for state in states}
         # Ranks that stand in different places have none in common that a sentence could name.
         place = places.pop() if len(places) == 1 else CodePlace()
-        quiet_for_s = min(float(quiet_s(snapshot)[state.rank]) for state in states)
-        if quiet_for_s < _GOES_ON * held_s and not (place.is_setup or place.inside == LOADER):
-            row = _newest_call(snapshot, first.rank)
+        quiet = quiet_s(snapshot)
+        liveliest = min((state.rank for state in states), key=lambda rank: float(quiet[rank]))
+        quiet_for_s, row = float(quiet[liveliest]), _newest_call(snapshot, liveliest)
+        goes_on = quiet_for_s < _GOES_ON * held_s and not (place.is_setup or place.inside == LOADER)
+        if goes_on and row is not None:
             return Fact(Relation.GOES_ON, ranks, call_of(snapshot, row))
         known_s = quiet_for_s if np.isfinite(quiet_for_s) else None
         return Fact(Relation.NOT_COME, ranks, values=place_of(place), number=known_s, unit="s")
@@ -152,10 +154,13 @@ def _call_on_device(snapshot: Snapshot, rank: int) -> int | None:
     return int(rows[np.argmin(calls["index"][rows])]) if len(rows) else None
 
 
-def _newest_call(snapshot: Snapshot, rank: int) -> int:
-    """Return the row of the newest call of a rank that has issued one."""
+def _newest_call(snapshot: Snapshot, rank: int) -> int | None:
+    """Return the row of the newest call of a rank.
+
+    None if it has issued none, as a rank that began to record while the others waited.
+    """
     rows = np.flatnonzero(snapshot.calls["rank"] == rank)
-    return int(rows[np.argmax(snapshot.calls["index"][rows])])
+    return int(rows[np.argmax(snapshot.calls["index"][rows])]) if len(rows) else None
 
 
 def _not_started(snapshot: Snapshot, ranks: Ranks, row: int) -> Fact:
