@@ -50,7 +50,7 @@ def test_a_rank_that_calls_something_else(desync: Diagnosis) -> None:
     assert (first.kind, first.ranks, first.call_site) == ("desync", (0,), "train.py:23")
     card = verdict_of_finding(first)
     assert card.who == ("rank 0", "on node-a")
-    assert card.where == ("train.py:17", "", "train.py:17")
+    assert card.where == ("train.py:17", "barrier #4", "train.py:17")
     assert card.waiting == ("train.py:23", "all_reduce #4 of group 0", "train.py:23")
     assert item_of_finding(first).where == "train.py:17"
     assert verdict_object(desync)["findings"][0]["culprit_line"] == "train.py:17"
@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_come(missing: Diagnosis) -> None:
     first = missing.findings[0]
     assert (first.kind, first.ranks) == ("missing", (2,))
     card = verdict_of_finding(first)
-    assert card.where == ("train.py:77", "", "/home/ada/train.py:77")
+    assert card.where == ("train.py:77", "in evaluate()", "/home/ada/train.py:77")
     assert card.waiting is not None
     assert card.waiting[0] == "train.py:23"
     assert verdict_object(missing)["findings"][0]["culprit_line"] == "/home/ada/train.py:77"

@@ -74,27 +74,39 @@ class Finding:
     def culprit_line(self) -> str:
         """The line at which the culprits stand, or of the call in which they differ; else empty.
 
-        It is empty as well if they stand at several lines. The line of a call is as in
-        ``shown_line``.
+        The line of a call is as in ``shown_line``.
         """
-        for relations in _CULPRITS_PLACES:
-            lines = {line for fact in self.facts if (line := self._line_in(fact, relations))}
-            if lines:
-                return lines.pop() if len(lines) == 1 else ""
-        return ""
+        fact = self.culprit_place
+        return "" if fact is None else _line_in(fact)
 
-    def _line_in(self, fact: Fact, relations: frozenset[Relation]) -> str:
-        """Return the line that a fact of these relations states for some of the culprits."""
-        if fact.relation not in relations or fact.ranks is None or not fact.ranks.numbers:
-            return ""
-        if not set(fact.ranks.numbers) <= set(self.ranks):
-            return ""
-        return fact.call.line if fact.call is not None else fact.value("line")
+    @property
+    def culprit_place(self) -> Fact | None:
+        """The fact that says where the culprits stand; None if they stand at several lines."""
+        culprits = set(self.ranks)
+        for relations in _CULPRITS_PLACES:
+            facts = {
+                _line_in(fact): fact
+                for fact in reversed(self.facts)
+                if fact.relation in relations
+                and fact.ranks is not None
+                and culprits.issuperset(fact.ranks.numbers)
+                and _line_in(fact)
+            }
+            if facts:
+                return facts.popitem()[1] if len(facts) == 1 else None
+        return None
 
     @property
     def shown_line(self) -> str:
         """The line of the call: the user's first, if there are two."""
         return both_lines(self.call_site, self.user_line)
+
+
+def _line_in(fact: Fact) -> str:
+    """Return the line that a fact states; empty without one, or without a subject."""
+    if fact.ranks is None or not fact.ranks.numbers:
+        return ""
+    return fact.call.line if fact.call is not None else fact.value("line")
 
 
 def less_sure(confidence: str, steps: int = 1) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rankcall.analysis.details import Details
 from rankcall.analysis.late_lines import LateLine
+from rankcall.analysis.verdicts.facts import Fact
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.wording import numbered
 from rankcall.problems import ProblemKind, texts, without
@@ -94,13 +95,22 @@ def verdict_of_finding(finding: Finding) -> FirstScreen:
         waiting = line_names(finding.call_site, finding.user_line), call, finding.shown_line
     if not (finding.ranks and finding.victims and finding.stops):
         where, waiting = waiting, None  # nobody else waits there
-    if finding.culprit_line:
-        where = _short(finding.culprit_line), "", finding.culprit_line
+    place = finding.culprit_place
+    if place is not None:
+        where = _short(finding.culprit_line), _doing(place), finding.culprit_line
     held_up = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
     cost = (time(finding.since_s * 1e3), held_up) if finding.since_s > 0 else None
     return FirstScreen(
         title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, waiting, cost
     )
+
+
+def _doing(place: Fact) -> str:
+    """Write what a culprit does at its line: its call, or the function that it is in."""
+    if place.call is not None:
+        return numbered(place.call.op, place.call.seq)
+    function = place.value("function")
+    return f"in {function}()" if function.isidentifier() else ""
 
 
 def _short(line: str) -> str:
