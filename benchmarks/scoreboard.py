@@ -9,6 +9,9 @@ A finding is right if its kind and its ranks are exactly what was planted. For e
 and ``false_alarms`` (findings that are not right). ``torch`` and ``torch_detail`` count what torch
 says: nothing, a time-out, another error, the right ranks, the right ones among others, some of
 them, or other ranks.
+
+``--page FILE`` also judges logs and dumps (``scoreboard_evidence.py``), and writes all figures as
+docs/scoreboard.md.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import scoreboard_evidence
+import scoreboard_page
+
 SUITE = Path(__file__).resolve().parents[1] / "tests/multiproc"
 
 
@@ -34,8 +40,27 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only rows with this in their name")
     parser.add_argument("--timeout", type=float, default=4.0, help="of the groups, in s")
     parser.add_argument("--no-detail", action="store_true", help="leave DETAIL mode out")
+    parser.add_argument("--page", type=Path, help="also judge logs and dumps, and write this page")
+    parser.add_argument(
+        "--programs", type=Path, help="take the programs' figures from this earlier output"
+    )
+    parser.add_argument("--peer-seconds", type=float, default=60.0, help="for torch's analyser")
     parser.add_argument("--progress", action="store_true", help="print each row to stderr")
     options = parser.parse_args()
+    if options.programs is not None:
+        figures = json.loads(options.programs.read_text())
+    else:
+        figures = _programs(options)
+    if options.page is not None:
+        figures |= scoreboard_evidence.figures(options.peer_seconds)
+        figures["evidence_load"] = round(os.getloadavg()[0], 1)
+        options.page.write_text(scoreboard_page.page(figures))
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+def _programs(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the programs, and return their figures."""
     sys.path.insert(0, str(SUITE))
     from scoreboard_run import run  # type: ignore[import-not-found]
     from scoreboard_table import CASES  # type: ignore[import-not-found]
@@ -51,7 +76,7 @@ def main() -> int:
         if options.progress:
             print(case.name, judged[-1].torch, judged[-1].problem, file=sys.stderr, flush=True)
     classes = list(dict.fromkeys(row.case.kind_of_fault for row in judged))
-    figures = {
+    return {
         "date": time.strftime("%Y-%m-%d"),
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # before, and at the end
         "seconds": round(time.perf_counter() - began, 1),
@@ -62,8 +87,6 @@ def main() -> int:
         },
         "wrong": [row.problem for row in judged if row.problem],
     }
-    print(json.dumps(figures, indent=1))
-    return 0
 
 
 def _score(judged: Iterable[Any]) -> dict[str, Any]:

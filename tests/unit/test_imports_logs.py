@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import json
 import random
 import re
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import log_messages
 import pytest
+from collected_logs import COLLECTORS, LOGS, REAL
 from generated_logs import made
 from nccl_logs import WORDINGS, Call, log_of
 
@@ -22,7 +22,6 @@ from rankcall.imports.logs.prefixes import Line, Prefixes, Writer
 from rankcall.imports.logs.reading import Log
 from rankcall.imports.logs.sources import SOURCES, Message, facts_of, is_incomplete, markers
 
-REAL = Path(__file__).parents[1] / "logs"
 ROWS = [(source.name, message) for source in SOURCES for message in source.messages]
 
 
@@ -89,78 +88,6 @@ def test_exit_codes() -> None:
 
 
 # --- collectors: each puts its own words before a line ---
-
-TIME = "2026-03-14T09:02:36.123456Z"
-
-
-def _json(**fields: object) -> Callable[[int, str], str]:
-    def wrap(number: int, text: str) -> str:
-        filled = {key: text if value is Ellipsis else value for key, value in fields.items()}
-        return json.dumps(filled)
-
-    return wrap
-
-
-COLLECTORS: dict[str, Callable[[int, str], str]] = {
-    "json log": _json(log=..., stream="stderr", time=TIME),
-    "json message": _json(level="info", message=..., host="node-a"),
-    "json msg": _json(msg=..., ts=TIME),
-    "textPayload": _json(
-        textPayload=..., resource={"labels": {"pod_name": "train-0"}}, timestamp=TIME
-    ),
-    "jsonPayload": _json(jsonPayload={"message": "x"}, message=...),
-    "journald json": _json(MESSAGE=..., _HOSTNAME="node-a", _PID="4711"),
-    "cri": lambda number, text: f"{TIME} stderr F {text}",
-    "docker json-file": _json(log=..., stream="stdout", time=TIME),
-    "compose": lambda number, text: f"trainer-1  | {text}",
-    "kubectl --prefix": lambda number, text: f"[pod/train-worker-0/pytorch] {text}",
-    "kubectl --timestamps": lambda number, text: f"{TIME} {text}",
-    "kubectl with both": lambda number, text: f"[pod/train-worker-0/pytorch] {TIME} {text}",
-    "journald": lambda number, text: f"Mar 14 09:02:36 node-a python[4711]: {text}",
-    "pdsh with addresses": lambda number, text: f"10.1.12.21: {text}",
-    "pdsh with names": lambda number, text: f"gpu-node-07: {text}",
-    "srun --label": lambda number, text: f"0: {text}",
-    "mpirun": lambda number, text: f"[1,0]<stderr>:{text}",
-    "torchrun --tee": lambda number, text: f"[default0]:{text}",
-    "ray": lambda number, text: f"\x1b[36m(TrainWorker pid=812, ip=10.0.0.4)\x1b[0m {text}",
-    "ray, repeated": lambda number, text: (
-        f"(TrainWorker pid=812) {text} [repeated 4x across cluster]"
-    ),
-    "colours": lambda number, text: f"\x1b[31m{text}\x1b[0m",
-    "progress bars": lambda number, text: f"Train:  41%|####  | 41/100\r{text}",
-    "crlf": lambda number, text: f"{text}\r",
-    "a time": lambda number, text: f"2026-03-14 09:02:36,123 {text}",
-}
-
-# Logs with a known verdict: those that torch wrote on Gloo, and the forms of NCCL's watchdogs.
-_LATE = {rank: Call(51) for rank in (0, 1, 3)}
-LOGS: dict[str, tuple[list[str], str, tuple[int, ...]]] = {
-    "gloo-raise": ((REAL / "gloo-raise.log").read_text().splitlines(), "dead", (2,)),
-    "gloo-kill": ((REAL / "gloo-kill.log").read_text().splitlines(), "dead", (2,)),
-    "gloo-shape": ((REAL / "gloo-detail-shape.log").read_text().splitlines(), "mismatch", (2,)),
-    "gloo-op": ((REAL / "gloo-detail-op.log").read_text().splitlines(), "desync", (2,)),
-    "gloo-barrier": (
-        (REAL / "gloo-monitored-barrier.log").read_text().splitlines(),
-        "missing",
-        (2,),
-    ),
-    "gloo-timeout": ((REAL / "gloo-timeout.log").read_text().splitlines(), "undecided", ()),
-    "nccl-missing": (log_of(WORDINGS[-1], _LATE, {2: (50, 50)}), "missing", (2,)),
-    "nccl-old-missing": (log_of(WORDINGS[0], _LATE, {2: (50, 50)}), "missing", (2,)),
-    "nccl-desync": (
-        log_of(WORDINGS[-1], {r: Call(9, "BROADCAST" if r == 2 else "REDUCE") for r in range(4)}),
-        "desync",
-        (2,),
-    ),
-    "nccl-2.14-raise": ((REAL / "nccl-2.14-raise.log").read_text().splitlines(), "dead", (1,)),
-    "nccl-2.14-oom": ((REAL / "nccl-2.14-oom.log").read_text().splitlines(), "dead", (1,)),
-    "nccl-2.14-missing": (
-        (REAL / "nccl-2.14-missing.log").read_text().splitlines(),
-        "undecided",  # the rank that did not come wrote nothing
-        (),
-    ),
-    "healthy": ([f"step {step} loss 0.{step}" for step in range(60)], "nothing_found", ()),
-}
 
 
 def judged(path: Path) -> tuple[str, tuple[int, ...]]:
@@ -305,6 +232,53 @@ def test_ranks_that_end_together_by_one_signal(tmp_path: Path) -> None:
     assert (finding.kind, finding.ranks) == ("dead", (0, 1, 2, 3))
     assert "--shm-size" in finding.advice
     assert "first" not in finding.summary.replace("which was first", "")
+
+
+def summary_of(*ends: tuple[int, int, int]) -> str:
+    """Return torchrun's report of ranks with their exit codes and seconds; the last is the root."""
+    block = (
+        "[{0}]:\n  time      : 2026-04-14_06:35:{2:02d}\n  host      : node-a\n"
+        "  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: {3})\n"
+        "  error_file: <N/A>\n  traceback : To enable traceback see: ...\n"
+    )
+    *others, root = [block.format(*end, 3000 + end[0]) for end in ends]
+    line = "-" * 20
+    return (
+        f"x.py FAILED\n{line}\nFailures:\n{''.join(others)}{line}\n"
+        f"Root Cause (first observed failure):\n{root}{'=' * 20}\n"
+    )
+
+
+def test_nobody_is_first_within_the_resolution_of_a_clock(tmp_path: Path) -> None:
+    """torchrun writes whole seconds: of two failures in one second, none is called the first."""
+    path = tmp_path / "job.log"
+    path.write_text(summary_of((1, 1, 3), (5, -9, 3)))
+    (finding,) = diagnose_logs([path]).findings
+    assert (finding.kind, finding.ranks) == ("dead", (5,))
+    assert "before any other" not in finding.summary
+    assert "The log does not show which was first" in finding.summary
+    path.write_text(summary_of((1, 1, 4), (5, -9, 3)))
+    (finding,) = diagnose_logs([path]).findings
+    assert "before any other rank failed on its node" in finding.summary
+
+
+def test_no_advice_that_was_followed(tmp_path: Path) -> None:
+    """A setting that the log shows is not asked for again."""
+    path = tmp_path / "job.log"
+    bus = summary_of((0, -7, 3))
+    path.write_text(bus)
+    assert "--shm-size" in diagnose_logs([path]).findings[0].advice
+    path.write_text(f"+ docker run --shm-size=64g --gpus all train\n{bus}")
+    assert "--shm-size" not in diagnose_logs([path]).findings[0].advice
+    lines = log_of(WORDINGS[-1], {0: Call(51), 1: Call(51)})
+    path.write_text("\n".join(lines))
+    assert "TORCH_FR_BUFFER_SIZE=2000" in diagnose_logs([path]).findings[0].advice
+    path.write_text("\n".join(["export TORCH_FR_BUFFER_SIZE=20000", *lines]))
+    advice = diagnose_logs([path]).findings[0].advice
+    assert "TORCH_FR_BUFFER_SIZE=2000" not in advice
+    assert "give the folder of its dumps" in advice
+    path.write_text("\n".join(["TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun x.py", *lines]))
+    assert "DETAIL" not in diagnose_logs([path]).findings[0].advice
 
 
 def test_a_device_fault_is_the_cause_of_later_time_outs(tmp_path: Path) -> None:

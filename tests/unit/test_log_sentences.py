@@ -79,6 +79,17 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         "Rank 0 had not come to the collective that the others timed out in, says TORCH_NCCL_DESYNC_DEBUG.",
     ),
     (
+        [
+            Fact(
+                R.ENDED_BY_SIGNAL,
+                ONE,
+                others=OTHERS,
+                values=(("signal", "SIGKILL"), ("time", "2026-03-14 09:02:36")),
+            )
+        ],
+        "Rank 2 (node-a) was ended by SIGKILL in the second in which ranks 4-5 failed, too, 2026-03-14 09:02:36. The log does not show which was first.",
+    ),
+    (
         [Fact(R.BEHIND, ONE, CALL, OTHERS, number=50)],
         "Rank 2 (node-a) had not come to all_reduce #51 of group 0 (mesh_dp), which ranks 4-5 timed out in: the last one issued there was #50.",
     ),

@@ -71,3 +71,8 @@ def advice_for(what: str, hosts: Sequence[str]) -> str:
         if pattern.search(what):
             return text.replace("{on}", place)
     return ""
+
+
+def settings_in(advice: str) -> list[str]:
+    """Return the options and variables that an advice asks for: a log may show them already."""
+    return re.findall(r"--[a-z][a-z-]*|\b[A-Z][A-Z_]{5,}=\w+", advice)

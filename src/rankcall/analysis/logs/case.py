@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rankcall.analysis.logs.advice import advice_for, settings_in
 from rankcall.analysis.verdicts.facts import Fact, Ranks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.log_sentences import summary_from_log
@@ -100,6 +101,17 @@ class Case:
         problem = Problem(ProblemKind.LIMITED, text)
         if problem not in self.all.problems:
             self.all.problems.append(problem)
+
+    def has_said(self, *words: str) -> bool:
+        """Whether a setting is in the first lines of a log, for example in the job's command."""
+        return any(
+            word in line.text for log in self.all.logs for line in log.head for word in words
+        )
+
+    def advice(self, what: str, hosts: Sequence[str]) -> str:
+        """Return the next step for a cause, unless the log shows that it was taken; else empty."""
+        text = advice_for(what, hosts)
+        return "" if self.has_said(*settings_in(text)) else text
 
     def first(self) -> set[int]:
         """Return the ranks that torchrun saw fail first."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankcall.analysis.logs.advice import advice_for
 from rankcall.analysis.logs.case import Case, ranks_text, subject
 from rankcall.analysis.verdicts.facts import Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
@@ -19,7 +18,7 @@ from rankcall.imports.logs.facts import DeviceFault, Fatal, LauncherExit
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.tracebacks import Failure, Raised
 
-_SIGKILL = 9
+_SIGKILL, _SIGTERM = 9, 15
 # Failures within this time are one set: their order is not known. Clocks of hosts differ by more.
 _SAME_MOMENT_S, _HOSTS_APART_S = 1.0, 5.0
 
@@ -62,6 +61,14 @@ def _dead_by_signal(case: Case, failures: Sequence[Failure]) -> Finding:
     ranks = {failure.rank for failure in failures}
     hosts = tuple(dict.fromkeys(failure.host for failure in failures))
     when = failures[0].time.replace("_", " ")
+    # torchrun writes whole seconds: of failures in one of them, none is known to be the first.
+    beside = {
+        failure.rank
+        for failure in case.failures
+        if failure.time == failures[0].time
+        and failure.rank not in ranks
+        and signal_of(failure.code) != _SIGTERM
+    }
     ended = "these processes" if len(ranks) > 1 else f"process {failures[0].pid}"
     return case.finding(
         "dead",
@@ -71,11 +78,12 @@ def _dead_by_signal(case: Case, failures: Sequence[Failure]) -> Finding:
             Fact(
                 Relation.ENDED_BY_SIGNAL,
                 subject(ranks, hosts),
+                others=subject(beside) if beside else None,
                 values=(("signal", name), ("time", when)),
             )
         ],
         [*(failure.line for failure in failures), *case.trouble()],
-        " ".join(filter(None, [f"Find out what ended {ended}.", advice_for(name, hosts)])),
+        " ".join(filter(None, [f"Find out what ended {ended}.", case.advice(name, hosts)])),
         "likely",
         hosts=hosts,
     )
@@ -119,7 +127,7 @@ def _by_device(case: Case) -> list[Finding]:
             case.victims(ranks),
             [Fact(Relation.OWN_ERROR, subject(ranks, hosts), values=(("error", what),))],
             [*(fault.line for fault in first), *case.trouble()],
-            advice_for(what, hosts)
+            case.advice(what, hosts)
             or f"Look at the log of {ranks_text(ranks)}, and at that node's device and memory.",
             "likely" if len(ranks) == 1 else "possible",
             hosts=hosts,
@@ -189,7 +197,7 @@ def _raised(case: Case) -> list[Finding]:
     line = (("line", raised.site),) if raised.site else ()
     message = f": {raised.message[:200]}" if raised.message else ""
     error = f"{raised.kind.rpartition('.')[2]}{message}"
-    more = advice_for(f"{raised.kind} {raised.message}", ())
+    more = case.advice(f"{raised.kind} {raised.message}", ())
     return [
         case.finding(
             "dead",

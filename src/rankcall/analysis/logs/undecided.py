@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rankcall.analysis.logs.advice import advice_for
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, subject
 from rankcall.analysis.logs.comparing import late_ranks
 from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
@@ -17,6 +16,7 @@ from rankcall.imports.logs.facts import (
     DeviceFault,
     Fatal,
     Fragment,
+    IssuedAt,
     LauncherExit,
     Mismatch,
     Outside,
@@ -29,11 +29,13 @@ from rankcall.imports.logs.facts import (
 )
 from rankcall.imports.logs.prefixes import Line
 
-_RECORD = (
-    "Next time, start the job with `rankcall run`: it names the rank and the line. Or let NCCL "
-    "write Flight Recorder dumps (TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1), and "
-    "give their folder to `rankcall diagnose`; on Gloo, set TORCH_DISTRIBUTED_DEBUG=DETAIL."
+_RUN = "Next time, start the job with `rankcall run`: it names the rank and the line."
+_DUMPS = (
+    "Or let NCCL write Flight Recorder dumps (TORCH_FR_BUFFER_SIZE=2000, "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1), and give their folder to `rankcall diagnose`"
 )
+_HAS_DUMPS = "Flight Recorder was on: give the folder of its dumps to `rankcall diagnose`"
+_DETAIL = "; on Gloo, set TORCH_DISTRIBUTED_DEBUG=DETAIL."
 # A host is named for its links if so many hosts and messages are there, and most are of it.
 _FEW_HOSTS, _FEW_LINK_ERRORS, _MOST_OF_THEM = 2, 5, 0.75
 _ALL_LOGS = "Give this command the logs of all ranks and of all nodes, too."
@@ -69,7 +71,7 @@ def undecided(case: Case) -> Finding:
             (),
             [Fact(Relation.NO_FAILURE_SEEN, number=count, unit="lines")],
             [],
-            f"{_ALL_LOGS} {_RECORD}",
+            f"{_ALL_LOGS} {_record(case)}",
             "possible",
         )
     seqs = {timeout.seq for timeout in case.timeouts}
@@ -92,7 +94,15 @@ def undecided(case: Case) -> Finding:
 
 def _next_time(case: Case) -> tuple[str, ...]:
     """Return what would tell more. If something outside ended the job, no rank is to be found."""
-    return () if case.facts(Outside) else (_ALL_LOGS, _RECORD)
+    return () if case.facts(Outside) else (_ALL_LOGS, _record(case))
+
+
+def _record(case: Case) -> str:
+    """Return what to record next time, without what this job has recorded already."""
+    recorded = case.facts(IssuedAt) or case.has_said("TORCH_FR_BUFFER_SIZE=", "_TRACE_BUFFER_SIZE=")
+    in_detail = case.facts(Mismatch) or case.has_said("TORCH_DISTRIBUTED_DEBUG=DETAIL")
+    dumps = _HAS_DUMPS if recorded else _DUMPS
+    return f"{_RUN} {dumps}{'.' if in_detail else _DETAIL}"
 
 
 def _evidence(case: Case) -> list[Line]:
@@ -196,11 +206,11 @@ def _advice(case: Case) -> str:
     causes = [(what, line) for what, line, _, _ in _own_faults(case)]
     causes += [(fact.what, fact.line) for fact in case.facts(Outside)]
     for what, line in causes:
-        advice = advice_for(what, (line.writer.host,) if line.writer.host else ())
+        advice = case.advice(what, (line.writer.host,) if line.writer.host else ())
         if advice:
             return advice
     for raised in case.raised:
-        advice = advice_for(f"{raised.kind} {raised.message}", ())
+        advice = case.advice(f"{raised.kind} {raised.message}", ())
         if advice:
             return advice
     peers = [fact for fact in case.facts(Trouble) if fact.peer]

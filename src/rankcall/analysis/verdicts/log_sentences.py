@@ -35,6 +35,9 @@ def _ended_by_signal(fact: Fact) -> str:
     text = f"{name_of(fact)} {be} ended by {fact.value('signal')}"
     if not when:
         return f"{text}, says the launcher."
+    if fact.others is not None:
+        others = f"in the second in which {name_ranks(fact.others)} failed, too, {when}"
+        return f"{text} {others}. The log does not show which was first."
     if _is_one(fact):
         return f"{text} at {when}, before any other rank failed on its node."
     return f"{text} in the same second, {when}. The log does not show which was first."

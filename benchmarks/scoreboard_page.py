@@ -1,0 +1,104 @@
+"""The page docs/scoreboard.md, made of the figures of ``scoreboard.py --page``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HEAD = """\
+# Scoreboard
+
+How often the verdict is right where the fault is known, beside what torch itself says. The page is
+written by one command, and its figures are measured by it:
+
+```console
+$ .venv/bin/python benchmarks/scoreboard.py --page docs/scoreboard.md
+```
+
+An answer is right if it has the kind of fault and exactly the ranks that were planted.
+
+"""
+
+_NOT_HAD = """\
+## What could not be compared
+
+* **NVRx's attribution.** The newest `nvidia-resiliency-ext` on PyPI for this Python is 0.4.1
+  (2026-11-25). It reads neither logs nor dumps: `inprocess/attribution.py` lists the interruptions
+  that its own wrapper has recorded. So it has no answer on these inputs.
+* **The traces of ByteDance's StragglerAnalysis.** No package of that name is on PyPI, and the
+  traces are not part of a package of Debian or npm.
+"""
+
+
+def page(figures: dict[str, Any]) -> str:
+    """Return the text of the page."""
+    return "".join([_HEAD, _programs(figures), _logs(figures), _dumps(figures), _NOT_HAD])
+
+
+def _programs(figures: dict[str, Any]) -> str:
+    planted = sum(row["planted"] for row in figures["by_class"].values())
+    before, after = figures["load"]
+    text = (
+        "## Programs\n\n"
+        f"{figures['programs']} small programs of 2 to 4 ranks on Gloo, with the classes of faults "
+        "of the MPI Bugs Initiative and of\nMPI-CorrBench, and correct ones; {planted} faults are "
+        "planted. A finding that was not planted is a false alarm.\n`torch` is a run without "
+        "rankcall and with `TORCH_DISTRIBUTED_DEBUG=DETAIL`: in how many programs its message\n"
+        "names exactly the right ranks, or the right ones among others.\n\n"
+        "| class of fault | programs | planted | found | false alarms | torch: right ranks | "
+        "torch: among others |\n| --- | --- | --- | --- | --- | --- | --- |\n"
+    ).replace("{planted}", str(planted))
+    rows = {**figures["by_class"], "all": figures}
+    for name, row in rows.items():
+        torch = row["torch_detail"]
+        cells = (
+            *(name, row["programs"], row["planted"], row["found"], row["false_alarms"]),
+            *(torch.get("right ranks", 0), torch.get("among others", 0)),
+        )
+        text += f"| {' | '.join(map(str, cells))} |\n"
+    wrong = "".join(f"* {problem}\n" for problem in figures["wrong"])
+    seconds = figures["seconds"] / max(2 * figures["programs"], 1)
+    return (
+        f"{text}\n{'Not as planted:' if wrong else 'All verdicts are as planted.'}\n\n"
+        f"{wrong}{chr(10) if wrong else ''}"
+        f"Measured on {figures['date']} at a load of {before} to {after} on two cores. A program "
+        f"with its verdict took {seconds:.1f} s on average,\nof which 4 s are the time-out of its "
+        "groups if it hangs.\n\n"
+    )
+
+
+def _logs(figures: dict[str, Any]) -> str:
+    names = {
+        "plain": "logs that torch wrote of planted faults, and forms of NCCL's messages",
+        "collected": "the same behind the prefixes of 24 collectors and launchers",
+        "collected_and_wrapped": "the same, wrapped by a terminal of 140 columns",
+        "generated": "made-up jobs of 4 to 16 ranks, interleaved, behind a collector",
+        "torchrun": "torchrun's own root cause, on the logs that have its report",
+    }
+    text = (
+        "## Logs\n\n`undecided` is the right answer if the log does not say which rank is at "
+        "fault.\n\n| logs | cases | right | other ranks blamed |\n| --- | --- | --- | --- |\n"
+    )
+    for key, name in names.items():
+        row = figures["logs"][key]
+        text += f"| {name} | {row.get('cases', 0)} | {row.get('right', 0)} | "
+        text += f"{row.get('blamed', 0)} |\n"
+    return text + "\n"
+
+
+def _dumps(figures: dict[str, Any]) -> str:
+    text = (
+        "## Flight Recorder dumps\n\nDumps of made-up jobs of 16 ranks in the groups of Megatron, "
+        "up to 500 ops ahead of their devices. One rank does\nnot come, issues another op or size, "
+        "or its device does not end an op.\n\n| analyser | jobs | exactly the faulty rank | "
+        "healthy ranks named | no answer |\n| --- | --- | --- | --- | --- |\n"
+    )
+    for name, row in (
+        ("rankcall", figures["dumps"]["rankcall"]),
+        ("torchfrtrace of the installed torch", figures["dumps"]["torchfrtrace"]),
+    ):
+        cells = (*(row.get(key, 0) for key in ("cases", "right", "blamed", "no_answer")),)
+        text += f"| {name} | {' | '.join(map(str, cells))} |\n"
+    return (
+        f"{text}\nLogs and dumps were judged at a load of {figures['evidence_load']} on two "
+        "cores.\n\n"
+    )
