@@ -289,6 +289,19 @@ def test_other_summaries() -> None:
     )
 
 
+def test_remote_calls() -> None:
+    """A wait and its end are two sentences; a circle is one, with its first waits."""
+    wait = of(R.RPC_WAITS, 45, worker="w1", function="f", line="a.py:1")[0]
+    waits = "ank 2 (node-a, pid 102) has waited 45 s for worker 'w1', rank 0 (node-a, pid 100), to answer f, called at a.py:1"
+    run = of(R.RPC_RUNS, 40, function="f", line="a.py:7")[0]
+    assert summary([wait, run]) == f"R{waits}. Rank 2 has been in f for 40 s, at a.py:7."
+    assert "Rank 2 (node-a, pid 102) had waited 45 s" in summary([wait], live=False)
+    circle = of(R.RPC_CIRCLE)[1]
+    assert summary([circle, wait, wait]) == (
+        f"RPCs of {NAMES} wait for each other: r{waits}; r{waits}."
+    )
+
+
 def test_summaries_of_a_job_that_does_not_move_or_is_slow() -> None:
     """Who waits in which function for whom, who makes the others wait, and which link is slow."""
     for relation in (R.WAITS_IN_FUNCTION, R.ALL_WAIT_IN_FUNCTION):
@@ -459,6 +472,36 @@ LINES = [
         of(R.STANDS_AT, line="a.py:1", function="load", inside="its data loader"),
         f"{NAME}: waiting for its data loader at a.py:1",
         f"{NAMES}: waiting for its data loader at a.py:1",
+    ),
+    (
+        of(R.RPC_WAITS, 45, worker="w1", function="m.f", line="a.py:1"),
+        f"{NAME} has waited 45 s for worker 'w1', rank 0 (node-a, pid 100), to answer m.f, called at a.py:1",
+        None,
+    ),
+    (
+        (Fact(R.RPC_WAITS, ONE, values=(("worker", "w1"), ("function", "f")), number=45.0),) * 2,
+        f"{NAME} has waited 45 s for worker 'w1' to answer f",
+        None,
+    ),
+    (
+        of(R.RPC_RUNS, 45, function="m.f", line="a.py:1"),
+        "rank 2 has been in m.f for 45 s, at a.py:1",
+        None,
+    ),
+    (
+        of(R.RPC_NOT_RUN, worker="w1", function="m.f"),
+        "no thread of rank 2 runs m.f",
+        None,
+    ),
+    (
+        of(R.RPC_UNANSWERED, worker="w1", calls="1"),
+        "rank 2: 1 RPC of worker 'w1' has no answer; to which worker is not known",
+        None,
+    ),
+    (
+        of(R.RPC_UNANSWERED, worker="w1", calls="3"),
+        "rank 2: 3 RPCs of worker 'w1' have no answer; to which worker is not known",
+        None,
     ),
     (of(R.STANDS_AT), f"{NAME}: its stack shows no line", f"{NAMES}: its stack shows no line"),
     (

@@ -116,6 +116,7 @@ TITLES = {
     "mismatch": ("differs in one call", "differ in one call"),
     "missing": ("did not come", "did not come"),
     "no_progress": ("did not come", "did not come"),
+    "rpc": ("does not answer", "do not answer"),
     "slow_link": ("is linked slowly", "are linked slowly"),
     "stopped": ("does not run", "do not run"),
     "straggler": ("comes late", "come late"),

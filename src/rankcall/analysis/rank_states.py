@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rankcall.analysis.last_attempt import APART_S
 from rankcall.analysis.process_ends import End, ProcessEnds
+from rankcall.analysis.rpc_calls import with_ages
 from rankcall.analysis.snapshot import GONE, RankState
 from rankcall.analysis.windows import LARGEST
 from rankcall.ring.layout import FOREVER_NS, Header
@@ -134,6 +135,7 @@ def _running(rank: int, ring: SeenRing, ends: ProcessEnds, moment: int) -> RankS
         groups=ring.groups,
         dropped=ring.dropped,
         tables_lost=min(head.tables_lost, LARGEST),
+        rpc=with_ages(head.rpc, moment),
     )
 
 

@@ -99,6 +99,7 @@ class RankState:
     blind: bool = False  # it left no readable ring, so its calls are not known
     unheard: bool = False  # its node did not answer when asked for its state
     stack: str = ""  # of its Python threads, if it was dumped
+    rpc: str = ""  # what its RPC agent waits for and runs (``rpc_calls``), with ages as times
 
     @property
     def mute_s(self) -> float:

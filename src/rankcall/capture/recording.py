@@ -16,6 +16,7 @@ from rankcall.capture import phases
 from rankcall.capture.failure import cause_of, one_line
 from rankcall.capture.identity import own_identity, restart_count
 from rankcall.capture.own_ring import OwnRing
+from rankcall.capture.rpc_calls import RpcCalls
 from rankcall.capture.settings import Settings
 from rankcall.capture.source_lines import SourceLines
 from rankcall.capture.training_thread import TrainingThread, count_steps
@@ -67,6 +68,7 @@ class Recording(Handle):
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
         self._stop = stop
         self._devices = DeviceStatus(self.capture)
+        self._rpc_calls = RpcCalls(self.ring)
         self._stopped = threading.Event()
         self._left = self._has_failed = self._is_started = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
@@ -272,6 +274,7 @@ class Recording(Handle):
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
             put(self.ring, "train_thread", self._training_thread.find())
+            self._rpc_calls.look()
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._devices.poll_every_s
                 self._follow_devices(self._devices.poll)

@@ -50,8 +50,8 @@ class Watcher:
         self._judge: Judge | None = None  # until the recording has its run
         self._stopping = threading.Event()
         self._tick_s = min(_TICK_S, hang_after / 8)
-        # Of each rank: its calls and steps, and when they last changed.
-        self._issued: dict[int, tuple[int, float]] = {}
+        # Of each rank: its calls, steps and RPCs, and when they last changed.
+        self._issued: dict[int, tuple[tuple[int, str], float]] = {}
         self._next_asked = 0.0
         self._verdicts = 0  # that this rank gave
         self._react_until = float("-inf")  # a new verdict waits for so long to be confirmed
@@ -175,10 +175,10 @@ class Watcher:
         return oldest if time.monotonic_ns() - oldest >= self._hang_after * 1e9 else 0
 
     def _note_issued(self, headers: dict[int, Header], now: float) -> None:
-        """Note which ranks of the node have issued a call or taken a step since the last turn."""
+        """Note which ranks of the node have done anything since the last turn."""
         for rank, header in headers.items():
-            done = header.head + header.step
-            if self._issued.get(rank, (-1, 0.0))[0] != done:
+            done = header.head + header.step, header.rpc
+            if rank not in self._issued or self._issued[rank][0] != done:
                 self._issued[rank] = done, now
 
     def _silent_since_ns(self, headers: dict[int, Header], now: float) -> int:

@@ -78,6 +78,7 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "host": ("S64", 96),
     "boot_id": ("S40", 160),
     "pid_namespace": ("<u8", 200),  # inode number; 0 in rings of rankcall 0.1
+    "rpc": ("S768", 256),  # what its RPC agent waits for and runs, as in ``rpc_state``
     # Fields that change while the job runs have a cache line each, away from constant fields.
     "head": ("<u8", 1024),  # records issued (a lower bound: commit words are exact)
     "tables_used": ("<u8", 1088),  # bytes
@@ -222,6 +223,7 @@ class Header:
     failure: str = ""
     hang_after_ms: int = 0
     train_thread: int = 0
+    rpc: str = ""
     tables_used: int = 0  # bytes
 
     @property

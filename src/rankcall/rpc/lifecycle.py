@@ -13,8 +13,9 @@ import torch.distributed.rpc as torch_rpc
 from torch.distributed.rendezvous import _rendezvous_helper
 from torch.distributed.rpc import RpcBackendOptions, api
 
+from _rankcall_hook import attach
 from rankcall.durations import Duration, seconds
-from rankcall.errors import RpcTimeout
+from rankcall.errors import RpcTimeout, warn_once
 from rankcall.rpc.backend_registry import Backend, BackendType, construct_rpc_backend_options
 from rankcall.rpc.current_group import current_group, set_group
 from rankcall.rpc.deadlines import bounded, init_deadline
@@ -50,6 +51,10 @@ def init_rpc(
         RpcTimeout: Workers are missing; the error names them.
         RuntimeError: RPC is on already, or ranks, sizes or names disagree.
     """
+    try:  # as torch's init_rpc does in a job that is to be recorded
+        attach(init_rpc, (name, backend, rank, world_size), {})  # type: ignore[no-untyped-call]
+    except Exception as error:
+        warn_once(f"not recording: {type(error).__name__}: {error}")
     member = _member(backend, rpc_backend_options)
     options = rpc_backend_options
     if options is None:

@@ -6,6 +6,7 @@
     alone                            a rank in a call that the others left, or never came to
     mismatch desync                  members of a group that do not issue the same call
     deadlock                         ranks that wait for each other
+    rpc                              ranks that wait for the answers of RPC workers
     no_progress                      ranks that wait without a record, or do nothing at all
     stuck                            a call on devices that all have issued, and that does not end
     idle                             ranks that wait for work, such as the next request
@@ -48,6 +49,7 @@ from rankcall.analysis.verdicts.mismatch import Mismatch
 from rankcall.analysis.verdicts.missing import Missing
 from rankcall.analysis.verdicts.no_progress import NoProgress
 from rankcall.analysis.verdicts.recent_calls import recent_calls
+from rankcall.analysis.verdicts.rpc import Rpc
 from rankcall.analysis.verdicts.slow_link import SlowLink
 from rankcall.analysis.verdicts.stopped import Stopped
 from rankcall.analysis.verdicts.straggler import Straggler
@@ -64,6 +66,7 @@ KINDS: tuple[Kind, ...] = (
     Mismatch(),
     Desync(),
     Deadlock(),
+    Rpc(),
     NoProgress(),
     Stuck(),
     Straggler(),

@@ -134,6 +134,37 @@ def _earlier_wait(fact: Fact, live: bool) -> str:
     return f"a wait at {fact.value('line')} lasted {duration(time_of(fact))} and passed"
 
 
+def _rpc_waits(fact: Fact, live: bool) -> str:
+    to = f", {name_ranks(fact.others)}," if fact.others is not None else ""
+    line = f", called at {fact.value('line')}" if fact.value("line") else ""
+    verb = verbs_for(1, live).have
+    return (
+        f"{name_ranks(who(fact))} {verb} waited {duration(time_of(fact))} for worker "
+        f"{fact.value('worker')!r}{to} to answer {fact.value('function')}{line}"
+    )
+
+
+def _rpc_runs(fact: Fact, live: bool) -> str:
+    line = f", at {fact.value('line')}" if fact.value("line") else ""
+    verb = verbs_for(1, live).have
+    text = f"{_rank_alone(fact)} {verb} been in {fact.value('function')}"
+    return f"{text} for {duration(time_of(fact))}{line}"
+
+
+def _rpc_not_run(fact: Fact, live: bool) -> str:
+    verb = "runs" if live else "ran"
+    return f"no thread of {_rank_alone(fact)} {verb} {fact.value('function')}"
+
+
+def _rpc_unanswered(fact: Fact, live: bool) -> str:
+    calls = count_of(int(fact.value("calls")), "RPC")
+    have = "has" if fact.value("calls") == "1" else "have"
+    return (
+        f"{_rank_alone(fact)}: {calls} of worker {fact.value('worker')!r} {have} no answer; to "
+        "which worker is not known"
+    )
+
+
 LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.LAST_LEFT: _last_left,
     Relation.LAST_IS_IN: _last_is_in,
@@ -161,4 +192,8 @@ LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.TRANSFERS: _transfers,
     Relation.STILL_IN_TRANSFER: lambda fact, live: f"{name_ranks(who(fact))} still in it",
     Relation.EARLIER_WAIT_PASSED: _earlier_wait,
+    Relation.RPC_WAITS: _rpc_waits,
+    Relation.RPC_RUNS: _rpc_runs,
+    Relation.RPC_NOT_RUN: _rpc_not_run,
+    Relation.RPC_UNANSWERED: _rpc_unanswered,
 }

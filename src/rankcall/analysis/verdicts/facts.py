@@ -100,6 +100,17 @@ class Relation(str, Enum):
     NONE_ISSUES = "none_issues"
     STANDS_AT = "stands_at"  # the stack shows the line. values: a place
 
+    # Remote procedure calls. ``number``: for how long that has been seen, in s.
+    # A thread is in rpc_sync. others: from whom it needs the answer. values: worker, function, line
+    RPC_WAITS = "rpc_waits"
+    RPC_RUNS = "rpc_runs"  # a thread runs it, and waits for no answer. values: function, line
+    RPC_NOT_RUN = (
+        "rpc_not_run"  # no thread of the rank was seen to run it. values: worker, function
+    )
+    RPC_CIRCLE = "rpc_circle"  # each function waits for another one of the circle to return
+    # So many of its calls have no answer; to which workers is not known. values: worker, calls
+    RPC_UNANSWERED = "rpc_unanswered"
+
     # A job that goes on, and is slow.
     MAKES_WAIT = "makes_wait"  # the cost for each other rank, in %. values: since_step
     COMES_LATE = "comes_late"  # to this call, by the median of so many s

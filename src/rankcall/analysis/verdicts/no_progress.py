@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rankcall.analysis.pace import quiet_s, usual_step_s
+from rankcall.analysis.rpc_calls import long_waits, rpc_quiet_s, rpc_states
 from rankcall.analysis.snapshot import (
     ALIVE,
     END_UNKNOWN,
@@ -60,7 +61,7 @@ def silence_of(snapshot: Snapshot, hang_after: float) -> Lasting | None:
     if unfinished(calls).any() or _steps_on_its_own(snapshot, known):
         return None
     quiet = quiet_s(snapshot)
-    seconds = min(float(quiet[state.rank]) for state in known)
+    seconds = min(min(float(quiet[state.rank]), rpc_quiet_s(state)) for state in known)
     allowed = max(hang_after, LONG_STEPS * usual_step_s(snapshot))
     if not len(calls):
         allowed = max(FIRST_STEP * hang_after, _START_UP_S)
@@ -88,8 +89,8 @@ class NoProgress(Kind):
         """Yield one finding if all ranks have been silent for too long."""
         snapshot = evidence.snapshot
         silence = silence_of(snapshot, evidence.hang_after)
-        if silence is None or not silence.is_long:
-            return
+        if silence is None or not silence.is_long or long_waits(snapshot, evidence.hang_after):
+            return  # the last: the verdict ``rpc`` says more
         places = {state.rank: code_place(state.stack) for state in snapshot.ranks if state.stack}
         waiting = [rank for rank, place in places.items() if place.is_setup]
         absent = _absent(snapshot, waiting)
@@ -183,6 +184,10 @@ def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[Fact]:
     blind = [state.rank for state in snapshot.ranks if state.blind]
     if blind:
         yield not_known(snapshot, blind)
+    for rank, rpc in list(rpc_states(snapshot).items())[:SHOWN]:
+        if rpc.open_calls > len(rpc.waits):
+            values = ("worker", rpc.worker), ("calls", str(rpc.open_calls))
+            yield Fact(Relation.RPC_UNANSWERED, ranks_of(snapshot, [rank]), values=values)
 
 
 def _advice(

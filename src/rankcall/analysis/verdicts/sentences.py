@@ -26,6 +26,7 @@ from rankcall.analysis.verdicts.naming import (
     who,
 )
 from rankcall.analysis.verdicts.wording import (
+    begin_sentence,
     count_of,
     duration,
     short_duration,
@@ -309,6 +310,17 @@ def _deadlock(facts: Sequence[Fact], live: bool) -> str:
     return f"{name_of(circle)} wait for each other: {'; '.join(parts)}."
 
 
+def _rpc_waits(facts: Sequence[Fact], live: bool) -> str:
+    return " ".join(f"{begin_sentence(line)}." for line in evidence(facts, live))
+
+
+def _rpc_circle(facts: Sequence[Fact], live: bool) -> str:
+    circle, *steps = facts
+    parts = "; ".join(evidence(steps[:SHOWN], live))
+    wait = "wait" if live else "waited"
+    return f"RPCs of {name_ranks(who(circle))} {wait} for each other: {parts}."
+
+
 def _waits_in_function(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
     verb = "waits" if len(who(fact).numbers) == 1 else "wait"
@@ -452,6 +464,8 @@ _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     Relation.SENDS: _message,
     Relation.UNEQUAL_SPLITS: _splits,
     Relation.WAIT_FOR_EACH_OTHER: _deadlock,
+    Relation.RPC_WAITS: _rpc_waits,
+    Relation.RPC_CIRCLE: _rpc_circle,
     Relation.WAITS_IN_FUNCTION: _waits_in_function,
     Relation.ALL_WAIT_IN_FUNCTION: _waits_in_function,
     Relation.NO_GROUP_YET: _no_group_yet,
