@@ -473,3 +473,17 @@ def test_without_torch(tmp_path: Path) -> None:
     done = without_torch("report", run, "-o", tmp_path / "r.html")
     assert (done.returncode, done.stderr) == (0, b"")
     assert (tmp_path / "r.html").read_text(encoding="utf-8").endswith("</html>")
+
+
+def test_a_narrow_page_can_be_read(page: Any) -> None:
+    """On a telephone, the text of charts is at least 9 pixels high, and what scrolls shows that."""
+    measure = """() => [...document.querySelectorAll('.chart svg text')].map(text =>
+        parseFloat(getComputedStyle(text).fontSize) *
+        text.ownerSVGElement.getBoundingClientRect().width / 960)"""
+    for width in (400, 1200):
+        page.set_viewport_size({"width": width, "height": 900})
+        heights = page.evaluate(measure)
+        assert heights
+        assert min(heights) >= 9.0
+    for part in page.locator(".scroll, .chart").all():
+        assert "local" in part.evaluate("each => getComputedStyle(each).backgroundAttachment")
