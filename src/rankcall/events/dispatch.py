@@ -189,7 +189,7 @@ class Subscription:
         self._queues: dict[EventSource, _Queue] = {}
         self._stopping = threading.Event()
         self._stop_by = 0.0
-        self._devices_by: float | None = None  # once it is stopping, until it has looked at devices
+        self._devices_by: float | None = None  # until when to wait for devices in the next turn
         self._drains = True
         self._turned = threading.Condition()
         self._turns = 0
@@ -205,8 +205,10 @@ class Subscription:
 
     def flush(self, timeout: float) -> bool:
         """Wait until the subscriber has every op that ended; return whether that was in time."""
-        deadline = time.monotonic() + timeout
-        self._dispatcher.await_devices(deadline)
+        now = time.monotonic()
+        deadline = now + timeout
+        # The thread looks, and not this one, whose wait has a deadline whatever a back end does.
+        self._devices_by = min(deadline, now + _WATCHDOG_SECONDS)
         self._await_turn(deadline)
         settled = min(time.monotonic() + _GRACE_SECONDS, deadline)
         while self._dispatcher.is_busy and time.monotonic() < settled:
@@ -290,9 +292,9 @@ class Subscription:
         stopping = self._stopping.is_set()
         if stopping and not self._drains:
             return True
-        if stopping and self._devices_by is not None:
-            self._dispatcher.await_devices(self._devices_by)
-            self._devices_by = None
+        devices_by, self._devices_by = self._devices_by, None
+        if devices_by is not None:
+            self._dispatcher.await_devices(devices_by)
         deliveries, seen = self._dispatcher.look(self)
         happened = sum(len(batch.rows) for delivery in deliveries for batch in delivery.batches)
         filled = max((_share_written(delivery) for delivery in deliveries), default=0.0)
@@ -435,14 +437,13 @@ class Dispatcher:
     def await_devices(self, deadline: float) -> None:
         """Have the ends recorded that back ends know of ops on devices, or will know in a moment.
 
-        Blocks until no op is in flight on a device, until the back ends' watchdogs have looked, or
-        until ``deadline``, but looks once in any case. Holds no lock meanwhile.
+        Blocks until no op is in flight on a device, or until ``deadline``, but looks once in any
+        case. Holds no lock meanwhile.
         """
         with self._lock:
             recordings = [source.recording for source in self.sources]
-        until = min(deadline, time.monotonic() + _WATCHDOG_SECONDS)
         while recordings := [busy for busy in recordings if busy.look_at_devices()]:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 return
             time.sleep(_LOOK_SECONDS)
 
