@@ -10,13 +10,26 @@ import pytest
 from recorded_jobs import RecordedJob, RecordedJobs, torch_version
 from simulated_devices import Fault
 
-# The fault strikes somewhere in the loop. The hosts run ahead of their devices until its end.
+# The fault strikes before the loop, or in it. The hosts run ahead of their devices until its end.
 LOOP = """
 init(); x = torch.ones(64, device="cuda")
 dist.all_reduce(x); torch.cuda.synchronize(); wait_told("ordered")
+{until_struck}
 for _ in range(300):
     x.mul_(1.0); dist.all_reduce(x); time.sleep(0.005)
 {then}
+"""
+# The fault must not strike between the start of a call, as the back end sees it, and the operation
+# itself. So rank 1 goes on only once a kernel of its device has not begun for so long.
+UNTIL_STRUCK = """
+def is_struck():
+    y.add_(1); event = torch.cuda.Event(); event.record()
+    end = time.monotonic() + 2
+    while time.monotonic() < end and not event.query(): time.sleep(0.01)
+    return not event.query()
+y = torch.ones(1, device="cuda"); side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    if rank == 1: wait_until(is_struck)
 """
 WAIT = 'wait_told("end"); os._exit(0)'
 # With TORCH_NCCL_ENABLE_TIMING=1, ProcessGroupNCCL tells which op its device has started last. The
@@ -32,7 +45,7 @@ def stall(jobs: RecordedJobs, program: str, scope: str = "all", **env: str) -> R
     With the scope ``nccl``, it starts no more of NCCL's: its stream does come to each of them, and
     that is what the back end calls a start.
     """
-    job = jobs.start(2, program, **env)
+    job = jobs.start(2, program.replace("{until_struck}", UNTIL_STRUCK * (scope == "all")), **env)
     job.wait_for(lambda rows: rows.filter(seq=1).height == 2)
     job.faults.order(Fault("stall", rank=1, scope=scope))
     job.tell("ordered")
@@ -57,7 +70,7 @@ def oldest_in_flight(job: RecordedJob) -> list[int]:
 @TELLS_STARTS
 def test_a_device_that_never_starts_is_named(jobs: RecordedJobs) -> None:
     """With the back end's timing, the rank whose device has not started the call is named."""
-    job = stall(jobs, LOOP.format(then=WAIT), TORCH_NCCL_ENABLE_TIMING="1")
+    job = stall(jobs, LOOP.replace("{then}", WAIT), TORCH_NCCL_ENABLE_TIMING="1")
     while (one := findings(job)[0])["kind"] != "missing":
         # Each rank reads the status once a second.
         assert time.monotonic() < job.job.deadline, one
@@ -75,7 +88,7 @@ def test_without_starts_it_says_what_it_cannot_tell(
 ) -> None:
     """Both ranks have issued the call, and nothing tells which device has started it."""
     env = {"RANKCALL_CAPTURE": capture, "TORCH_NCCL_ENABLE_TIMING": timing}
-    job = stall(jobs, LOOP.format(then=WAIT), **env)
+    job = stall(jobs, LOOP.replace("{then}", WAIT), **env)
     (one,) = findings(job)
     assert (one["kind"], one["ranks"]) == ("stuck", [])
     assert one["facts"][0]["relation"] == "start_unknown"
@@ -86,7 +99,7 @@ def test_without_starts_it_says_what_it_cannot_tell(
 @TELLS_STARTS
 def test_devices_that_both_started(jobs: RecordedJobs) -> None:
     """If both have started the call, the transfer itself is stuck, and no rank is named."""
-    job = stall(jobs, LOOP.format(then=WAIT), "nccl", TORCH_NCCL_ENABLE_TIMING="1")
+    job = stall(jobs, LOOP.replace("{then}", WAIT), "nccl", TORCH_NCCL_ENABLE_TIMING="1")
     while (one := findings(job)[0])["facts"][0]["relation"] != "stuck_transfer":
         assert time.monotonic() < job.job.deadline, one
     assert (one["kind"], one["ranks"], one["victims"]) == ("stuck", [], [0, 1])
@@ -97,7 +110,7 @@ def test_devices_that_both_started(jobs: RecordedJobs) -> None:
 @pytest.mark.parametrize("timing", ["0", "1"])
 def test_the_watcher_speaks_and_ends_the_job(jobs: RecordedJobs, timing: str) -> None:
     """With ``on_hang="abort"``, a device that never starts its op ends the job, on all ranks."""
-    program = WATCH + LOOP.format(then="torch.cuda.synchronize()")
+    program = WATCH + LOOP.replace("{then}", "torch.cuda.synchronize()")
     job = stall(jobs, program, TORCH_NCCL_ENABLE_TIMING=timing)
     ranks = job.job.wait()
     assert all(rank.status not in (0, None) for rank in ranks), job.job.report()

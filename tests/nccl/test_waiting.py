@@ -28,7 +28,11 @@ dist.destroy_process_group()
 
 
 def report(jobs: RecordedJobs, *, slow: bool, host_s: float = 0.0, **env: str) -> dict[str, Any]:
-    """Run the steps and return the report; if ``slow``, rank 1's device takes 20 times as long."""
+    """Run the steps and return the report; if ``slow``, rank 1's device takes 20 times as long.
+
+    ``late_ms`` is added: for each rank, by how much its op took less on its device than the other
+    rank's, which came earlier and waited.
+    """
     code = STEPS.format(host_s=host_s)
     job = jobs.start(2, code, SIMULATED_DEVICES_KERNEL_US="500", **env)
     if slow:
@@ -39,6 +43,11 @@ def report(jobs: RecordedJobs, *, slow: bool, host_s: float = 0.0, **env: str) -
     job.tell("end")
     job.job.succeed()
     result: dict[str, Any] = json.loads(job.command("report", "--json").stdout)
+    result["late_ms"] = [0.0, 0.0]
+    for _, op in job.records().group_by("seq"):
+        took = op.sort("rank")["device_ms"].to_list()
+        if None not in took:
+            result["late_ms"][took.index(min(took))] += max(took) - min(took)
     return result
 
 
@@ -49,10 +58,13 @@ def test_the_slow_device_is_named_by_device_times(jobs: RecordedJobs, slow: bool
     found = report(jobs, slow=slow, host_s=host_s, RANKCALL_DEVICE_TIMES="1")
     by_rank = {row["rank"]: row for row in found["stragglers"]}
     assert found["run"]["times"]["device"] >= 30
-    if slow:  # 4 kernels of 10 ms against 4 of 0.5 ms in each step
-        assert by_rank[1]["share"] > 0.9
-        assert by_rank[1]["caused_wait_ms"] > 30 * 25
-        assert by_rank[0]["caused_wait_ms"] < 0.1 * by_rank[1]["caused_wait_ms"]
+    if slow:
+        # 4 kernels of 10 ms against 4 of 0.5 ms in each step. On a busy machine the device of rank
+        # 0 is held up as well, for as long as its own times say.
+        assert found["late_ms"][1] > 30 * 25
+        for rank in (0, 1):
+            late_ms = pytest.approx(found["late_ms"][rank], rel=0.1, abs=20)
+            assert by_rank[rank]["caused_wait_ms"] == late_ms
         assert found["headline"].startswith("Rank 1 ")
     else:  # 1 ms of rank 1's host in each step, before 2 ms of its device
         assert by_rank[1]["issued"] < 10
