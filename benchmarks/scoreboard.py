@@ -44,16 +44,17 @@ def main() -> int:
     parser.add_argument(
         "--programs", type=Path, help="take the programs' figures from this earlier output"
     )
+    parser.add_argument("--no-programs", action="store_true", help="judge logs and dumps only")
     parser.add_argument("--peer-seconds", type=float, default=60.0, help="for torch's analyser")
     parser.add_argument("--progress", action="store_true", help="print each row to stderr")
     options = parser.parse_args()
     if options.programs is not None:
         figures = json.loads(options.programs.read_text())
     else:
-        figures = _programs(options)
+        figures = {} if options.no_programs else _programs(options)
     if options.page is not None:
         figures |= scoreboard_evidence.figures(options.peer_seconds)
-        figures["evidence_load"] = round(os.getloadavg()[0], 1)
+        figures["evidence"] = [time.strftime("%Y-%m-%d"), round(os.getloadavg()[0], 1)]
         options.page.write_text(scoreboard_page.page(figures))
     print(json.dumps(figures, indent=1))
     return 0

@@ -35,6 +35,11 @@ def page(figures: dict[str, Any]) -> str:
 
 
 def _programs(figures: dict[str, Any]) -> str:
+    if "by_class" not in figures:
+        return (
+            "## Programs\n\nThe programs were not run with this page: their newest figures are in "
+            "[Performance](performance.md).\n\n"
+        )
     planted = sum(row["planted"] for row in figures["by_class"].values())
     before, after = figures["load"]
     text = (
@@ -99,6 +104,6 @@ def _dumps(figures: dict[str, Any]) -> str:
         cells = (*(row.get(key, 0) for key in ("cases", "right", "blamed", "no_answer")),)
         text += f"| {name} | {' | '.join(map(str, cells))} |\n"
     return (
-        f"{text}\nLogs and dumps were judged at a load of {figures['evidence_load']} on two "
-        "cores.\n\n"
+        f"{text}\nLogs and dumps were judged on {figures['evidence'][0]} at a load of "
+        f"{figures['evidence'][1]} on two cores.\n\n"
     )

@@ -492,6 +492,42 @@ def test_hostile_lines_cost_little(tmp_path: Path) -> None:
     assert finding.ranks == ()
 
 
+def test_lines_of_ten_megabytes(tmp_path: Path) -> None:
+    """A long line costs no more than its bytes, and a message behind it is read."""
+    lines, kind, ranks = LOGS["nccl-missing"]
+    path = tmp_path / "job.log"
+    with path.open("w") as file:
+        for piece in ("x", "[rank3]: ", '{"log": "', "Watchdog caught "):
+            file.write((piece * (10_000_000 // len(piece))) + "\n")
+        file.write("\n".join(lines) + "\n")
+    assert judged(path) == (kind, ranks)
+
+
+def test_times_that_run_backwards(tmp_path: Path) -> None:
+    """A clock that was set back makes no rank the first one: all that failed are named together."""
+    text = (
+        "[rank{0}]:[E808 10:31:{1:02d}.406255799 ProcessGroupNCCL.cpp:1895] [PG ID 1 PG GUID 1 "
+        "Rank {0}] Process group watchdog thread terminated with exception: CUDA error: an illegal "
+        "memory access was encountered"
+    )
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(text.format(rank, 40 - rank) for rank in range(3)))
+    (finding,) = diagnose_logs([path]).findings
+    assert (finding.kind, set(finding.ranks) <= {0, 1, 2}) == ("dead", True)
+    assert "first" not in finding.summary
+
+
+def test_two_jobs_in_one_file(tmp_path: Path) -> None:
+    """The same rank counts from the beginning again: the jobs are not mixed, and it is said."""
+    first = log_of(WORDINGS[-1], {0: Call(500), 1: Call(500)}, {2: (499, 499)})
+    second = log_of(WORDINGS[-1], {0: Call(20), 1: Call(20)}, {2: (20, 19)})
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([*first, *second]))
+    diagnosis = diagnose_logs([path])
+    assert diagnosis.findings[0].ranks in ((), (2,))
+    assert any("several attempts" in problem for problem in diagnosis.problems)
+
+
 def test_a_writer_without_a_prefix_is_nobody() -> None:
     """A plain line has no stream, no rank and no time."""
     line = line_of("step 10")
