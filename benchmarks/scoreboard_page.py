@@ -24,8 +24,8 @@ _NOT_HAD = """\
 * **NVRx's attribution.** The newest `nvidia-resiliency-ext` on PyPI for this Python is 0.4.1
   (2026-11-25). It reads neither logs nor dumps: `inprocess/attribution.py` lists the interruptions
   that its own wrapper has recorded. So it has no answer on these inputs.
-* **The traces of ByteDance's StragglerAnalysis.** No package of that name is on PyPI, and the
-  traces are not part of a package of Debian or npm.
+* **The traces of ByteDance's StragglerAnalysis.** No package of PyPI, Debian or npm that has them
+  was found (2026-11-25).
 """
 
 
