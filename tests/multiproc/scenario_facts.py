@@ -265,6 +265,13 @@ class ScenarioFacts(PlantedFacts):
             if not 0.5 * fault.seconds <= (fact.number or 0.0) <= 3 * fault.seconds:
                 yield f"it was delayed by {fault.seconds} s"
 
+    def _late_because(self, fact: Fact, finding: Finding) -> Iterator[str]:
+        # No scenario plants a cause. Other programs on this machine may take the CPU for real.
+        if fact.value("cause") not in ("no_cpu", "throttled", "disk", "memory", "io"):
+            yield "no rank has garbage"
+
+    _absent_because = _late_because
+
     def _caused_waiting(self, fact: Fact, finding: Finding) -> Iterator[str]:
         if not 0 < (fact.number or 0) <= 100 or not 0 < float(fact.value("along")) <= 100:
             yield "a share"

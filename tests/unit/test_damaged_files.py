@@ -171,7 +171,8 @@ def test_impossible_answers_of_other_nodes(value: float) -> None:
         decode_answers(json.dumps(answers).encode(), b"")
 
 
-SNAPSHOT = {"schema": SCHEMA, "world": 2, "groups": [], "sites": [], "calls": "", "problems": []}
+SNAPSHOT = {"schema": SCHEMA, "world": 2, "groups": [], "sites": [], "calls": ""}
+SNAPSHOT |= {"spent": "", "problems": []}
 
 
 def test_impossible_snapshots_of_nodes() -> None:

@@ -338,6 +338,17 @@ def test_summaries_of_a_job_that_does_not_move_or_is_slow() -> None:
         "time, on average. They come late to all_reduce of group 0 at train.py:9, by 100 ms at the "
         "median."
     )
+    spent = {"cause": "gc", "seconds": "6.0", "of_s": "8.0"}
+    why, since = of(R.LATE_BECAUSE, 75, **spent), of(R.ABSENT_BECAUSE, 75, **spent)
+    assert summary([cost[0], why[0]]).endswith(
+        " It spent 6.0 s of 8.0 s collecting garbage: that explains 75 % of its lateness."
+    )
+    assert summary([cost[1], why[1]]).endswith(
+        " They spent 6.0 s of 8.0 s collecting garbage: that explains 75 % of their lateness."
+    )
+    assert summary([of(R.STOPPED)[1], since[1]]).endswith(
+        " Since their last call, they spent 6.0 s of 8.0 s collecting garbage."
+    )
     slow = of(R.SLOW_TRANSFER, 0.2, op="send", usual_s="0.001", compared="5")
     times = "take 200 ms once both ends have come, 200.0 times the 1 ms of 5 others like it."
     assert summary([slow[0]]) == f"Slow: messages from {NAME} to rank 0 (node-a, pid 100) {times}"

@@ -23,6 +23,7 @@ from rankcall.analysis.snapshot import (
     no_calls,
     within_world,
 )
+from rankcall.analysis.spent import SPENT, TIMES, Spending
 from rankcall.packed_json import load, pack
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS, compress_ranks, count_ranks, expand_ranks
@@ -31,9 +32,10 @@ from rankcall.ring.tables import CallSite, Group, site_from, site_object
 
 Calls = npt.NDArray[Any]
 
-SCHEMA = 5
+SCHEMA = 6
 _MOST_MEMBERS = 1 << 17  # of all groups, and 64 more for each rank: a short run stands for many
 _MOST_NUMBER = 1 << 62
+_LONGEST_S = 1e9
 
 
 @dataclass
@@ -46,6 +48,7 @@ class NodeSnapshot:
     groups: list[Group] = field(default_factory=list)
     sites: list[CallSite] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    spending: Spending = field(default_factory=Spending)
 
 
 def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
@@ -60,6 +63,7 @@ def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
         snapshot.groups,
         snapshot.sites,
         snapshot.problems,
+        snapshot.spending,
     )
 
 
@@ -77,6 +81,7 @@ def encode(node: NodeSnapshot) -> bytes:
                 ],
                 "sites": [site_object(site) for site in node.sites],
                 "calls": base64.b64encode(node.calls.tobytes()).decode(),
+                "spent": base64.b64encode(node.spending.table.tobytes()).decode(),
                 "problems": [(problem.kind, problem.text) for problem in node.problems],
             }
         ).encode()
@@ -151,8 +156,16 @@ def _decoded(document: dict[str, Any], most_ranks: int) -> NodeSnapshot:
     }
     if any(np.any((calls[name] < 0) | (calls[name] >= most)) for name, most in limits.items()):
         raise ValueError("a call refers to what is not there")
+    spent = np.frombuffer(base64.b64decode(document["spent"]), SPENT)
+    if np.any((spent["rank"] < 0) | (spent["rank"] >= world)):
+        raise ValueError("times of a rank that is not there")
+    figures = [spent[name] for name in TIMES]
+    if not np.all(spent["seconds"] > 0) or any(np.any((s < 0) | (s > _LONGEST_S)) for s in figures):
+        raise ValueError("impossible times of a rank")
     problems = [Problem(ProblemKind(kind), str(text)) for kind, text in document["problems"]]
-    return NodeSnapshot(world, list(known.values()), calls, groups, sites, problems)
+    return NodeSnapshot(
+        world, list(known.values()), calls, groups, sites, problems, Spending((spent,))
+    )
 
 
 @lru_cache(maxsize=64)
@@ -177,8 +190,10 @@ def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
                 best[state.rank], owner[state.rank] = state, number
     groups = _Table(group for node in nodes for group in node.groups)
     sites = _Table(site for node in nodes for site in node.sites)
-    calls = [no_calls()]
+    calls, spent = [no_calls()], []
     for number, node in enumerate(nodes):
+        theirs = node.spending.table
+        spent.append(theirs[owner[theirs["rank"]] == number])
         mine = node.calls[owner[node.calls["rank"]] == number]
         mine["group"] = groups.translate(node.groups, mine["group"])
         mine["site"] = sites.translate(node.sites, mine["site"])
@@ -192,6 +207,7 @@ def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
         labels_of(groups.items, ranks),
         sites.items,
         problems,
+        spending=Spending(spent),
     )
     return within_world(snapshot)
 

@@ -18,6 +18,7 @@ from rankcall.analysis.process_ends import ProcessEnds
 from rankcall.analysis.rank_states import SeenRing, beats, is_outdated, moments_of, states_of
 from rankcall.analysis.snapshot import (
     CALL,
+    GONE,
     UNKNOWN,
     Calls,
     RankState,
@@ -26,6 +27,7 @@ from rankcall.analysis.snapshot import (
     no_calls,
     within_world,
 )
+from rankcall.analysis.spent import RankSamples, Spending
 from rankcall.analysis.windows import LARGEST, Ints, Window, Windows, window_size
 from rankcall.process import Viewpoint
 from rankcall.ring.layout import Header
@@ -94,6 +96,7 @@ class SnapshotBuilder:
         self._noted = read_states(run.path) if run.path.is_dir() else {}
         self._seen: dict[int, SeenRing] = {}
         self._kept: list[Window] = []
+        self._samples: list[RankSamples] = []
 
     def add(self, ring: Ring) -> None:
         """Keep the window of one ring, if the ring belongs to the last attempt."""
@@ -107,6 +110,9 @@ class SnapshotBuilder:
                 state, moment = noted.state, noted.mono_ns
         window = self._windows.of(ring, self._size)
         self._kept.append(window)
+        runs_until = max(beats(head)) if state in (GONE, UNKNOWN) else moment
+        times = window.first_ns, window.last_ns, head.gc_since_ns, runs_until
+        self._samples.append(RankSamples(head.rank, ring.samples, *times))
         self._seen[head.rank] = SeenRing(
             head,
             state,
@@ -134,6 +140,7 @@ class SnapshotBuilder:
             problems,
             mixed=self._mixed,
             dumped="evidence" in run.about,
+            spending=Spending(sampled=self._samples),
             moments={self._seen[rank].header.boot_id: moment for rank, moment in moments.items()},
         )
         return within_world(snapshot)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.spent import Spending
 from rankcall.problems import Problem, ProblemKind
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, FLAG_NOT_STARTED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, both_lines
@@ -124,6 +125,7 @@ class Snapshot:
     """A job at one moment. ``ranks`` holds one state for each rank of the world, in order.
 
     ``calls`` holds each rank's newest calls, and all calls that have not ended or have failed.
+    ``spending`` says what each rank spent its time on, if its ring has samples.
     """
 
     ranks: list[RankState]
@@ -136,6 +138,7 @@ class Snapshot:
     # By line: the longest hang there, in s, that the watcher saw pass.
     waited_before: dict[str, float] = field(default_factory=dict)
     dumped: bool = False  # made of dumps: the processes lived when they wrote them
+    spending: Spending = field(default_factory=Spending)
     # By boot id: the moment, in ns of that host's monotonic clock.
     moments: dict[str, int] = field(default_factory=dict)
 

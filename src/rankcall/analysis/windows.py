@@ -51,6 +51,7 @@ class Window(NamedTuple):
     calls: Calls
     issued: Ints
     ended: Ints
+    first_ns: int  # when the oldest of the calls was issued
     last_ns: int  # when the newest call of the ring was issued, or a call ended
 
 
@@ -134,6 +135,7 @@ class Windows:
             calls[placed],
             np.ascontiguousarray(kept["enqueued_ns"][placed]),
             np.ascontiguousarray(over[placed]),
+            int(kept["enqueued_ns"].min(initial=1 << 62)),
             last_ns,
         )
 

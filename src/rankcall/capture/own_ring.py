@@ -26,7 +26,7 @@ from rankcall.capture.settings import Settings
 from rankcall.errors import local_rank, local_world_size, warn_once
 from rankcall.file_systems import check_mappable, is_local
 from rankcall.folders import check_folder, make_folder, reason
-from rankcall.ring.layout import Geometry
+from rankcall.ring.layout import DEFAULT_SAMPLES, Geometry
 from rankcall.ring.lock import WriterLock
 from rankcall.ring.writer import (
     Identity,
@@ -78,7 +78,7 @@ class OwnRing:
 
     def __init__(self, settings: Settings, identity: Identity) -> None:
         self.identity = identity
-        self.geometry = Geometry(settings.capacity)
+        self.geometry = Geometry(settings.capacity, sample_capacity=DEFAULT_SAMPLES)
         self._settled_run = settings.settled_run
         self.run_dir: Path | None = None
         self._why_in_memory = ""

@@ -17,6 +17,7 @@ from rankcall.capture.failure import cause_of, one_line
 from rankcall.capture.identity import own_identity, restart_count
 from rankcall.capture.own_ring import OwnRing
 from rankcall.capture.rpc_calls import RpcCalls
+from rankcall.capture.sampler import Sampler
 from rankcall.capture.settings import Settings
 from rankcall.capture.source_lines import SourceLines
 from rankcall.capture.training_thread import TrainingThread, count_steps
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # A reader takes a rank whose heartbeat is 2.5 s old for one that is kept from the GIL, so that a
-# busy machine may delay a beat by four periods.
+# busy machine may delay a beat by four periods. Each beat also takes a sample.
 _HEARTBEAT_SECONDS = 0.5
 # The thread that waits for an op runs on before the op's end is written: microseconds, on a busy
 # machine milliseconds. An op that is really in flight may take for ever, so nobody waits for that.
@@ -74,6 +75,7 @@ class Recording(Handle):
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._training_thread = TrainingThread(self.ring, self.geometry)
+        self._sampler = Sampler(self.ring, self.geometry)
         self._step_handle: Any = None
         self.claims: set[str] = set()
         self._first_attempt = 0
@@ -191,6 +193,7 @@ class Recording(Handle):
         watch.add(self._on_group)  # which reports the groups that exist
         self._is_started = True
         self._step_handle = count_steps(self.capture, self._training_thread)
+        self._sampler.start()
         self._heart.start()
         self._lines.start()
 
@@ -213,6 +216,8 @@ class Recording(Handle):
         background.join(self._heart, _JOIN_SECONDS)
         if not self._heart.is_alive():  # otherwise it may be inside the back end's status
             self._follow_devices(self._devices.close)
+            self._sampler.sample(self._training_thread.find())
+            self._sampler.stop()
         self._lines.stop()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while not self.capture.drained() and time.monotonic() < deadline:
@@ -243,6 +248,7 @@ class Recording(Handle):
     def forget(self) -> None:
         """Touch the ring no more: this is a forked child, and the ring is its parent's."""
         self.capture.forget()
+        self._sampler.stop()
         if self._step_handle is not None:
             self._step_handle.remove()
 
@@ -273,7 +279,9 @@ class Recording(Handle):
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
-            put(self.ring, "train_thread", self._training_thread.find())
+            thread = self._training_thread.find()
+            put(self.ring, "train_thread", thread)
+            self._sampler.sample(thread)
             self._rpc_calls.look()
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._devices.poll_every_s

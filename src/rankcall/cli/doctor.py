@@ -27,7 +27,7 @@ from rankcall.errors import (
 from rankcall.file_systems import check_mappable
 from rankcall.folders import reason
 from rankcall.interpreter import run_command
-from rankcall.ring.layout import Geometry
+from rankcall.ring.layout import DEFAULT_SAMPLES, Geometry
 from rankcall.run.load import load
 from rankcall.run.paths import live_base
 from rankcall.whole_numbers import whole_number
@@ -140,7 +140,7 @@ def _memory() -> Iterator[Finding]:
         yield Finding(topic, WEAK, f"{reason(error)}: records stay in memory until the end")
         return
     space = shutil.disk_usage(base)
-    sizes, (ranks, why) = ring_sizes(Geometry()), _ranks_here()
+    sizes, (ranks, why) = ring_sizes(Geometry(sample_capacity=DEFAULT_SAMPLES)), _ranks_here()
     fitting = [size for size in sizes if size.file_bytes * ranks <= space.free]
     text = f"{base} has {space.free / 1e6:,.1f} of {space.total / 1e6:,.1f} MB free; the rings of "
     text += f"{ranks} {'rank' if ranks == 1 else 'ranks'} ({why}) take "

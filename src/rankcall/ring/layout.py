@@ -5,6 +5,7 @@
     0              header, one page
     header_bytes   in-flight table: unfinished records whose slots were reused
     ...            side tables: an append-only log of strings, groups, call sites and their lines
+    samples_offset samples: a ring of what the rank measured of itself; none in older files
     records_offset records: a power-of-two ring
 
 All numbers are little endian. The header holds the sizes, so a file that was shortened when it was
@@ -47,6 +48,29 @@ DEFAULT_TABLES_BYTES = 1 << 20
 _LEAST_CAPACITY = 1 << 8
 _LEAST_INFLIGHT = 1 << 6
 _LEAST_TABLES_BYTES = 1 << 16
+DEFAULT_SAMPLES = 1 << 8  # 22 KiB: two minutes at two a second
+MAX_SAMPLES = 1 << 16
+
+# What a sample counts, since some moment in the past. Times are in ns.
+SAMPLE_COUNTERS = (
+    "gc_ns",  # in garbage collections of the young generations, of the whole process
+    "full_gc_ns",  # in full collections
+    "runnable_ns",  # the thread that trains was ready to run, and not on a CPU
+    "disk_wait_ns",  # it waited for a disk, as far as the kernel counts that
+    "throttled_ns",  # the quota of the process's cgroup was used up, summed over CPUs
+    "memory_stall_ns",  # tasks of the cgroup waited for memory
+    "io_stall_ns",  # tasks of the cgroup waited for I/O
+)
+SAMPLE = np.dtype(
+    [
+        ("number", "<u8"),  # from 1; 0: being written
+        ("time_ns", "<i8"),  # CLOCK_MONOTONIC
+        ("thread", "<u4"),  # kernel id of the thread that trains; 0: not known
+        ("known", "<u4"),  # a bit for each counter that could be read
+        *((name, "<u8") for name in SAMPLE_COUNTERS),
+        ("again", "<u8"),  # the number once more
+    ]
+)
 
 # How the room of the side tables is shared. Error texts and call sites must leave room for groups,
 # because a record whose group is unknown is of little use.
@@ -103,6 +127,9 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "hang_after_ms": ("<u8", 3456),  # the threshold of its watcher; 0 without one
     "failure": ("S256", 3200),  # UTF-8: the exception that ended its program
     "train_thread": ("<u4", 3520),  # kernel id of the thread that trains; 0: not known
+    "sample_capacity": ("<u4", 3524),  # 0 in rings of rankcall 0.1
+    "samples": ("<u8", 3528),  # written so far
+    "gc_since_ns": ("<i8", 3536),  # CLOCK_MONOTONIC; a full collection runs since then; 0: none
 }
 HEADER = np.dtype(
     {
@@ -145,6 +172,7 @@ class Geometry:
     capacity: int = DEFAULT_CAPACITY
     inflight_capacity: int = DEFAULT_INFLIGHT
     tables_bytes: int = DEFAULT_TABLES_BYTES
+    sample_capacity: int = 0  # without room for them, a ring has none
 
     @cached_property
     def inflight_offset(self) -> int:
@@ -157,9 +185,14 @@ class Geometry:
         return self.inflight_offset + self.inflight_capacity * RECORD.itemsize
 
     @cached_property
+    def samples_offset(self) -> int:
+        """Bytes before the samples."""
+        return self.tables_offset + self.tables_bytes
+
+    @cached_property
     def records_offset(self) -> int:
         """Bytes before the first record."""
-        return self.tables_offset + self.tables_bytes
+        return self.samples_offset + self.sample_capacity * SAMPLE.itemsize
 
     @cached_property
     def file_bytes(self) -> int:
@@ -170,7 +203,8 @@ class Geometry:
         """Return the sizes of a ring that takes about this fraction of the memory.
 
         Every part shrinks: with side tables of their usual size, the smallest ring would not fit
-        into 1 MiB. No part falls below the room that a small job needs.
+        into 1 MiB. No part falls below the room that a small job needs, except that for samples,
+        which a verdict can do without.
 
         Args:
             fraction: A power of two.
@@ -179,6 +213,7 @@ class Geometry:
             min(self.capacity, max(self.capacity // fraction, _LEAST_CAPACITY)),
             min(self.inflight_capacity, max(self.inflight_capacity // fraction, _LEAST_INFLIGHT)),
             min(self.tables_bytes, max(self.tables_bytes // fraction, _LEAST_TABLES_BYTES)),
+            self.sample_capacity if fraction == 1 else 0,
         )
 
 
@@ -225,6 +260,8 @@ class Header:
     train_thread: int = 0
     rpc: str = ""
     tables_used: int = 0  # bytes
+    samples: int = 0
+    gc_since_ns: int = 0
 
     @property
     def process(self) -> Process:
@@ -264,6 +301,7 @@ def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
         "capacity": geometry.capacity,
         "inflight_capacity": geometry.inflight_capacity,
         "tables_bytes": geometry.tables_bytes,
+        "sample_capacity": geometry.sample_capacity,
         "file_bytes": geometry.file_bytes,
     }
     for name, value in {**sizes, **values}.items():
@@ -281,7 +319,12 @@ def parse_header(raw: bytes, name: str) -> Header:
             f"{name}: ring schema {header['schema']}; this rankcall reads schema {SCHEMA}: "
             "read it with the rankcall version that wrote it"
         )
-    shape = _geometry(header["capacity"], header["inflight_capacity"], header["tables_bytes"])
+    shape = _geometry(
+        header["capacity"],
+        header["inflight_capacity"],
+        header["tables_bytes"],
+        header["sample_capacity"],
+    )
     sizes_ok = (
         header["header_bytes"] == HEADER_BYTES
         and header["record_bytes"] == RECORD.itemsize
@@ -290,6 +333,7 @@ def parse_header(raw: bytes, name: str) -> Header:
         and shape.inflight_capacity <= MAX_CAPACITY
         and shape.tables_bytes <= MAX_TABLES_BYTES
         and shape.tables_bytes % 8 == 0
+        and shape.sample_capacity <= MAX_SAMPLES
         # A file that was compacted when it was moved ends after its last record.
         and shape.records_offset <= header["file_bytes"] <= shape.file_bytes
     )

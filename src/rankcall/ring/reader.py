@@ -33,6 +33,7 @@ from rankcall.record import (
 )
 from rankcall.ring.extents import data_in
 from rankcall.ring.layout import AHEAD, HEADER_BYTES, Header, parse_header
+from rankcall.ring.samples import Samples, no_samples, read_samples
 from rankcall.ring.tables import Tables, parse_tables
 
 Records = npt.NDArray[Any]
@@ -63,6 +64,7 @@ class Ring:
     tables: Tables
     dropped: int  # records that were overwritten or lost before they could be read
     problem: str | None = None
+    samples: Samples = field(default_factory=no_samples, repr=False)  # oldest first
     # The versions of the records and the side tables, as they were on file.
     on_file: tuple[bytes, bytes] | None = field(default=None, repr=False, compare=False)
 
@@ -151,7 +153,8 @@ def _read(
         slots, parked, _ = _slots(fd, status, header, newest, live=False)
         if before.on_file == (_versions(slots, parked), raw_tables):
             same = before.records, before.tables, before.dropped
-            return Ring(path, header, *same, head.problem, before.on_file)
+            samples = read_samples(fd, status, header)
+            return Ring(path, header, *same, head.problem, samples, before.on_file)
     slots, parked, places = _slots(fd, status, header, newest, live)
     on_file = (_versions(slots, parked), raw_tables) if newest is not None else None
     records, torn = _sound(slots, places, parked, shape.capacity)
@@ -161,7 +164,8 @@ def _read(
         older = int(np.count_nonzero(records["commit"] >> 2 <= max(0, last - shape.capacity)))
         kept = min(last, shape.capacity) + older
     dropped = max(last - kept, torn)
-    return Ring(path, header, records, head.tables, dropped, head.problem, on_file)
+    samples = read_samples(fd, status, header)
+    return Ring(path, header, records, head.tables, dropped, head.problem, samples, on_file)
 
 
 def _slots(

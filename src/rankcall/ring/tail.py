@@ -88,5 +88,6 @@ def _tail_header(raw: bytes, shape: Geometry, kept: int) -> bytes:
     row = np.frombuffer(bytearray(raw), HEADER, count=1)
     row["capacity"], row["inflight_capacity"] = shape.capacity, shape.inflight_capacity
     row["tables_bytes"], row["tables_used"] = shape.tables_bytes, shape.tables_bytes
+    row["sample_capacity"] = row["samples"] = 0
     row["file_bytes"] = shape.records_offset + kept * RECORD.itemsize
     return bytes(row.tobytes())

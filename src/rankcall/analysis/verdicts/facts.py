@@ -124,6 +124,11 @@ class Relation(str, Enum):
     START_UNKNOWN = "start_unknown"  # all ranks issued it, others do not leave; who started it?
     STILL_IN_TRANSFER = "still_in_transfer"  # the ranks that do not leave
 
+    # Why: what the ranks spent at least half of that time on, in % of it. values: cause, seconds,
+    # of_s (the time that was looked at), full (most of the collections were full ones)
+    ABSENT_BECAUSE = "absent_because"  # since their last call
+    LATE_BECAUSE = "late_because"  # all along, and more than the others
+
     # The evidence, and its gaps.
     SEEN_AT = "seen_at"  # the watcher kept that stack so long before the end. values: a place
     NOT_KNOWN = "not_known"  # nothing is known of the ranks. values: why

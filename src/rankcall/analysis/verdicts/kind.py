@@ -26,6 +26,7 @@ from rankcall.analysis.verdicts.facts import (
     ranks_of,
 )
 from rankcall.analysis.verdicts.finding import CONFIDENCES, HOLDS_UP, Finding, less_sure
+from rankcall.analysis.verdicts.reasons import advice_for
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.verdicts.sentences import SHOWN, summary
 from rankcall.analysis.verdicts.sentences import evidence as written
@@ -137,6 +138,10 @@ class CulpritKind(Kind):
         """Write the next step to take."""
         raise NotImplementedError
 
+    def reasons(self, snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
+        """Return what the ranks did meanwhile, if that is known; of running processes only."""
+        return []
+
     def counts(self, suspects: Suspects, case: Case) -> bool:
         """Tell whether a case is a cause that must be reported."""
         return self.has_waited_long(suspects, case) and not all(map(suspects.explained, case.waits))
@@ -204,6 +209,7 @@ class CulpritKind(Kind):
         if gaps:
             confidence = less_sure(confidence)
         states = [snapshot.ranks[rank] for rank in ranks]
+        reasons = self.reasons(snapshot, ranks)
         place: dict[str, Any] = {
             "since_s": max((state.gone_s or 0.0 for state in states), default=0.0)
         }
@@ -217,10 +223,11 @@ class CulpritKind(Kind):
             said=[
                 self.state(snapshot, states, held_s),
                 *_held_up(snapshot, ranks, longest, held_s, victims),
+                *reasons,
             ],
             shown=[*_waiting(evidence, ranks, waits), *gaps],
             live=snapshot.live,
-            advice=self.advice(snapshot, states),
+            advice=advice_for(reasons) or self.advice(snapshot, states),
             **place,
         )
 

@@ -28,6 +28,7 @@ from rankcall.analysis.verdicts.facts import (
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
+from rankcall.analysis.verdicts.reasons import reasons_for_absence
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
 from rankcall.record import FLAG_DEVICE
@@ -99,6 +100,10 @@ class Missing(CulpritKind):
             return Fact(Relation.GOES_ON, ranks, call_of(snapshot, row))
         known_s = quiet_for_s if np.isfinite(quiet_for_s) else None
         return Fact(Relation.NOT_COME, ranks, values=place_of(place), number=known_s, unit="s")
+
+    def reasons(self, snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
+        """Return what the ranks have done since their last call."""
+        return reasons_for_absence(snapshot, ranks)
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to find out what the ranks do."""

@@ -41,7 +41,12 @@ def summary(facts: Sequence[Fact], live: bool = True) -> str:
     The first fact's template says which facts make one sentence with it; each of the others is a
     sentence of its own.
     """
-    return _SUMMARIES[facts[0].relation](facts, live) if facts else ""
+    if not facts:
+        return ""
+    reasons = [fact for fact in facts if fact.relation in _REASONS]
+    told = [fact for fact in facts if fact.relation not in _REASONS]
+    texts = [_SUMMARIES[told[0].relation](told, live)]
+    return " ".join(texts + [_REASONS[fact.relation](fact, live) for fact in reasons])
 
 
 def evidence(facts: Sequence[Fact], live: bool = True) -> tuple[str, ...]:
@@ -453,6 +458,43 @@ def _left_behind(facts: Sequence[Fact], live: bool) -> str:
         f"{name_call(call_in(fact))} for {duration(time_of(fact))}, although {them} {have} left it."
     )
 
+
+# What a rank did: "it spent 3.1 s ...".
+_SPENT_ON = {
+    "gc": "collecting garbage",
+    "throttled": "throttled by the CPU quota of {its} cgroup",
+    "no_cpu": "ready to run, without a CPU",
+    "disk": "waiting for a disk",
+    "memory": "while tasks of {its} cgroup waited for memory",
+    "io": "while tasks of {its} cgroup waited for I/O",
+}
+
+
+def _spent_on(fact: Fact) -> str:
+    its = verbs_for(len(who(fact).numbers), live=True).its
+    text = _SPENT_ON[fact.value("cause")].format(its=its)
+    return f"{text} (mostly full collections)" if fact.value("full") else text
+
+
+def _absent_because(fact: Fact, live: bool) -> str:
+    verbs = verbs_for(len(who(fact).numbers), live)
+    seconds, of_s = (duration(float(fact.value(name))) for name in ("seconds", "of_s"))
+    return f"Since {verbs.its} last call, {verbs.they} spent {seconds} of {of_s} {_spent_on(fact)}."
+
+
+def _late_because(fact: Fact, live: bool) -> str:
+    verbs = verbs_for(len(who(fact).numbers), live)
+    seconds, of_s = (duration(float(fact.value(name))) for name in ("seconds", "of_s"))
+    return (
+        f"{begin_sentence(verbs.they)} spent {seconds} of {of_s} {_spent_on(fact)}: that explains "
+        f"{fact.number:.0f} % of {verbs.its} lateness."
+    )
+
+
+_REASONS = {
+    Relation.ABSENT_BECAUSE: _absent_because,
+    Relation.LATE_BECAUSE: _late_because,
+}
 
 _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     **dict.fromkeys(_STATES, _of_culprits),

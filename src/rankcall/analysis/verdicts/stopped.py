@@ -8,6 +8,7 @@ from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
 from rankcall.analysis.verdicts.finding import Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
+from rankcall.analysis.verdicts.reasons import reasons_for_absence
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
 
@@ -46,6 +47,10 @@ class Stopped(CulpritKind):
             seconds = first.mute_s
             relation = Relation.NO_PYTHON_THREAD if first.needs_gil else Relation.NO_SIGN_OF_LIFE
         return Fact(relation, ranks, number=seconds, unit="s")
+
+    def reasons(self, snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
+        """Return what the ranks have done since their last call."""
+        return reasons_for_absence(snapshot, ranks)
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to let the processes go on, or how to find out what stopped them."""

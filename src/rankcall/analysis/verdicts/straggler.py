@@ -27,6 +27,7 @@ from rankcall.analysis.verdicts.facts import (
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate, less_sure
 from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.reasons import advice_for, reasons_for_lateness
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.waiting import waits_of
 from rankcall.record import FLAG_DEVICE, OPS
@@ -51,6 +52,7 @@ class Straggler(Kind):
             return
         snapshot, stragglers = recent.snapshot, late.stragglers
         place = _place(snapshot, late)
+        reasons = reasons_for_lateness(snapshot, stragglers.ranks, stragglers.cost)
         site = both_lines(place.get("call_site", ""), place.get("user_line", ""))
         yield self.finding(
             stragglers.ranks,
@@ -58,10 +60,14 @@ class Straggler(Kind):
             hosts=hosts_of(snapshot, stragglers.ranks),
             since_s=stragglers.span_s,
             confidence="likely" if not snapshot.problems else less_sure("likely"),
-            said=_lateness_facts(snapshot, late, place, site),
+            said=[
+                *_lateness_facts(snapshot, late, place, site),
+                *reasons,
+            ],
             shown=_causes(snapshot, late),
             live=snapshot.live,
-            advice=f"Look at what rank {stragglers.ranks[0]} does before "
+            advice=advice_for(reasons)
+            or f"Look at what rank {stragglers.ranks[0]} does before "
             f"{'that line' if site else 'it communicates'}: its data, its CPU, its GPU's clock; "
             "rankcall report has the figures.",
             **place,

@@ -1,0 +1,112 @@
+"""What each rank spent its time on, other than computing: from the samples in its ring.
+
+A counter's growth between two samples is spread evenly over the time between them. So a figure is
+exact for whole periods of sampling, and an estimate at the edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.ring.layout import SAMPLE_COUNTERS
+from rankcall.ring.samples import Samples
+
+LATELY, SINCE = 0, 1
+"""Windows of time: that of the rank's newest calls, and that since it last issued or left one."""
+
+SPENT = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("window", "<i4"),
+        ("seconds", "<f8"),  # that the samples are about, up to the newest one
+        # In s; NaN: not known.
+        ("gc_s", "<f8"),  # in garbage collections
+        ("full_gc_s", "<f8"),  # of them, in full ones
+        ("runnable_s", "<f8"),  # its training thread was ready to run, and had no CPU
+        ("throttled_s", "<f8"),  # its cgroup's quota was used up, summed over CPUs
+        ("disk_wait_s", "<f8"),  # its training thread waited for a disk
+        ("memory_stall_s", "<f8"),  # some task of its cgroup waited for memory
+        ("io_stall_s", "<f8"),  # some task of its cgroup waited for I/O
+    ]
+)
+Spent = npt.NDArray[Any]
+TIMES = (SPENT.names or ())[2:]
+_COUNTERS = TIMES[1:]
+_OF_THREAD = frozenset(("runnable_s", "disk_wait_s"))
+_S = 1e9
+
+
+class RankSamples(NamedTuple):
+    """A rank's samples, oldest first, and the times that they are asked about.
+
+    ``first_ns`` is when its oldest call on record was issued, ``last_ns`` when it last issued or
+    left one. ``gc_since_ns``: since when a full collection runs; 0 if none does. ``until_ns``: when
+    the process was last known to run.
+    """
+
+    rank: int
+    samples: Samples
+    first_ns: int
+    last_ns: int
+    gc_since_ns: int
+    until_ns: int
+
+
+@dataclass
+class Spending:
+    """What the ranks of a job spent their time on; worked out only if somebody asks.
+
+    ``received`` has the rows of other nodes' ranks, ``sampled`` the samples of the others.
+    """
+
+    received: Sequence[Spent] = ()
+    sampled: Sequence[RankSamples] = ()
+
+    @cached_property
+    def table(self) -> Spent:
+        """A row for each rank and window that samples are about."""
+        rows = [np.zeros(0, SPENT), *self.received]
+        for rank in self.sampled:
+            rows += [spent_in(rank, window) for window in (LATELY, SINCE)]
+        return np.concatenate(rows)
+
+
+def spent_in(rank: RankSamples, window: int) -> Spent:
+    """Return the row of a rank and a window; no row if no samples are about it."""
+    begin_ns = max(rank.first_ns if window == LATELY else rank.last_ns, 0)
+    row = np.zeros(1, SPENT)
+    row["rank"], row["window"] = rank.rank, window
+    times = rank.samples["time_ns"].astype(np.float64)
+    lengths = np.diff(times)
+    # Which part of each time between two samples is in the window.
+    inside = np.clip((times[1:] - begin_ns) / np.maximum(lengths, 1.0), 0.0, 1.0)
+    row["seconds"] = float((inside * lengths).sum()) / _S
+    for name in _COUNTERS:
+        row[name] = _grown(rank.samples, name, inside)
+    row["gc_s"] += row["full_gc_s"]
+    if 0 < rank.gc_since_ns < rank.until_ns:
+        # There are no samples while it collects.
+        last_ns = max(int(times[-1]) if len(times) else 0, begin_ns)
+        row["seconds"] += max(0.0, (rank.until_ns - last_ns) / _S)
+        collects_s = (rank.until_ns - max(rank.gc_since_ns, begin_ns)) / _S
+        for name in ("gc_s", "full_gc_s"):
+            row[name] = np.nan_to_num(row[name]) + collects_s
+    return row if row["seconds"][0] > 0 else row[:0]
+
+
+def _grown(samples: Samples, name: str, inside: npt.NDArray[np.float64]) -> float:
+    """Return by how much a counter of time grew in the window, in s; NaN if that is not known."""
+    counter = f"{name.removesuffix('_s')}_ns"
+    known = samples["known"] & np.uint32(1 << SAMPLE_COUNTERS.index(counter)) != 0
+    both = known[1:] & known[:-1]
+    if name in _OF_THREAD:  # such a counter begins anew with another thread
+        both &= samples["thread"][1:] == samples["thread"][:-1]
+    values = samples[counter].astype(np.float64)
+    grown = np.where(both, np.maximum(np.diff(values), 0.0), 0.0)
+    return float((grown * inside).sum()) / _S if both.any() else float("nan")

@@ -1,0 +1,126 @@
+"""Why ranks are late: what they spent the time on, as far as that explains at least half of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.spent import LATELY, SINCE, Spent
+from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+
+_LEAST = 0.5  # of the lateness: what explains less is not the cause
+_LEAST_S = 1.0  # samples of a shorter time say too little
+
+# The causes, the most specific first: a rank that is throttled has no CPU as well, and a collection
+# takes longer without one.
+_OF_THE_RANK = ("gc", "throttled", "no_cpu", "disk")
+# Of all tasks of the cgroup. Those of other ranks have them as well, so these are causes only in
+# comparison with them.
+_OF_THE_CGROUP = ("memory", "io")
+
+Floats = npt.NDArray[np.float64]
+
+
+def reasons_for_absence(snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
+    """Return what ranks have done since their last call, if that is the same for all of them."""
+    mine = _rows(snapshot, SINCE, ranks)
+    if len(mine) < len(ranks) or mine["seconds"].min() < _LEAST_S:
+        return []
+    for cause in _OF_THE_RANK:
+        seconds = _seconds(mine, cause)
+        share = float((seconds / mine["seconds"]).min())
+        if share >= _LEAST:
+            return [_fact(snapshot, ranks, cause, share, float(seconds[0]), mine)]
+    return []
+
+
+def reasons_for_lateness(snapshot: Snapshot, ranks: Sequence[int], late_share: float) -> list[Fact]:
+    """Return what makes ranks late all along.
+
+    What all ranks spend their time on makes none of them late. So only what these ranks spend more
+    than the others counts.
+
+    Args:
+        snapshot: The job.
+        ranks: The ranks that are late.
+        late_share: The part of their time by which they are late.
+    """
+    mine = _rows(snapshot, LATELY, ranks)
+    others = _rows(snapshot, LATELY, sorted({state.rank for state in snapshot.ranks} - set(ranks)))
+    if len(mine) < len(ranks) or not late_share or mine["seconds"].min() < _LEAST_S:
+        return []
+    for cause in (*_OF_THE_RANK, *_OF_THE_CGROUP):
+        usual = _seconds(others, cause) / others["seconds"]
+        usual = usual[~np.isnan(usual)]
+        rate = _seconds(mine, cause) / mine["seconds"]
+        more = float((rate - (np.median(usual) if len(usual) else 0.0)).min())
+        if more >= _LEAST * late_share:
+            share = min(1.0, more / late_share)
+            return [_fact(snapshot, ranks, cause, share, float(_seconds(mine, cause)[0]), mine)]
+    return []
+
+
+_ADVICE = {
+    "gc": "Call gc.freeze() once everything is set up; or gc.disable(), and gc.collect() at the "
+    "same step on all ranks, so that they collect together.",
+    "throttled": "Give {its} container more CPU time (its CPU limit), or start fewer threads and "
+    "data loader workers there.",
+    "no_cpu": "See what else runs on {host}: other jobs, too many data loader workers or threads "
+    "(OMP_NUM_THREADS), ranks that share a CPU (taskset -p {pid}).",
+    "disk": "See which files it reads or writes on {host}, and how busy that disk is.",
+    "memory": "{host} is short of memory: see what else runs there, and the container's limit.",
+    "io": "See which files it reads or writes on {host}, and how busy that disk is.",
+}
+
+
+def advice_for(reasons: Sequence[Fact]) -> str:
+    """Return the next step to take for a reason; empty without one."""
+    if not reasons:
+        return ""
+    ranks = reasons[0].ranks
+    assert ranks is not None
+    return _ADVICE[reasons[0].value("cause")].format(
+        its="its" if len(ranks.numbers) == 1 else "their",
+        host=" and ".join(ranks.hosts[:2]) or "its host",
+        pid=ranks.pid or "<pid>",
+    )
+
+
+def _rows(snapshot: Snapshot, window: int, ranks: Sequence[int]) -> Spent:
+    spent = snapshot.spending.table
+    rows: Spent = spent[(spent["window"] == window) & np.isin(spent["rank"], ranks)]
+    return rows
+
+
+def _seconds(spent: Spent, cause: str) -> Floats:
+    """Return the seconds of a cause in each row; NaN if they are not known."""
+    if cause == "gc":
+        seconds = spent["gc_s"]
+    elif cause == "throttled":
+        # The sum over all CPUs of the cgroup says that throttling is why the thread had no CPU, and
+        # not for how long.
+        is_throttled = spent["throttled_s"] >= spent["runnable_s"] / 2
+        seconds = np.where(is_throttled, spent["runnable_s"], np.nan)
+    elif cause == "no_cpu":
+        seconds = spent["runnable_s"]
+    else:
+        name = {"disk": "disk_wait_s", "memory": "memory_stall_s", "io": "io_stall_s"}[cause]
+        seconds = spent[name]
+    result: Floats = seconds
+    return result
+
+
+def _fact(
+    snapshot: Snapshot, ranks: Sequence[int], cause: str, share: float, seconds: float, rows: Spent
+) -> Fact:
+    values = [("cause", cause), ("of_s", repr(float(rows["seconds"][0])))]
+    values.append(("seconds", repr(seconds)))
+    if cause == "gc" and rows["full_gc_s"][0] >= rows["gc_s"][0] / 2:
+        values.append(("full", "yes"))
+    subject = ranks_of(snapshot, ranks)
+    window = int(rows["window"][0])
+    relation = Relation.LATE_BECAUSE if window == LATELY else Relation.ABSENT_BECAUSE
+    return Fact(relation, subject, values=tuple(values), number=100 * share, unit="%")

@@ -1,0 +1,125 @@
+"""Measure this process while it trains: what its training thread waited for, and its collections.
+
+A verdict says why a rank came late from these counters, so they are written before anybody asks.
+The heartbeat's thread reads some small files of /proc and of the cgroup. A file that the system
+does not have, or does not let us read, is a counter that is not known. The files are opened anew
+each time: one that stayed open would be left to every process that the program forks.
+
+Collections are counted where they happen, by ``gc.callbacks``. A full collection is written into
+the ring's header when it begins, because no other Python thread runs until it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rankcall.capture.cgroup import limited_cgroup, own_cgroup
+from rankcall.ring.layout import Geometry
+from rankcall.ring.samples import SampleWriter
+from rankcall.ring.writer import put
+
+_FULL = 2  # the oldest generation: a collection of it visits every object
+_MOST_BYTES = 4096  # of a file; all of these are shorter
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_DISK_WAIT_TICKS = 39  # in a thread's stat, counted from 0 behind the name in parentheses
+
+Parse = Callable[[bytes], dict[str, int]]
+
+
+class Sampler:
+    """Writes samples into a ring when its caller says so; counts collections as they happen."""
+
+    def __init__(self, ring: mmap.mmap, geometry: Geometry) -> None:
+        self._ring = ring
+        self._writer = SampleWriter(ring, geometry)
+        self._gc_ns, self._full_gc_ns, self._gc_began_ns = 0, 0, 0
+        self._of_process: list[tuple[str, Parse]] = []
+        self._callback: Callable[[str, dict[str, Any]], None] | None = None  # in gc.callbacks
+
+    def start(self) -> None:
+        """Count collections from now on."""
+        limited, mine = limited_cgroup(), own_cgroup()
+        if limited is not None:
+            self._of_process.append((str(limited / "cpu.stat"), _throttled))
+        if mine is not None:
+            for name in ("memory", "io"):
+                parse = partial(_stall, counter=f"{name}_stall_ns")
+                self._of_process.append((str(mine / f"{name}.pressure"), parse))
+        self._callback = self._on_gc
+        gc.callbacks.append(self._callback)
+
+    def stop(self) -> None:
+        """Count no more collections: the recording ends, or this is a forked child."""
+        callback, self._callback = self._callback, None  # else a cycle would keep the ring mapped
+        if callback is not None and callback in gc.callbacks:
+            gc.callbacks.remove(callback)
+
+    def sample(self, thread: int) -> None:
+        """Write one sample; ``thread`` is the kernel's id of the training thread, or 0."""
+        counters = {"gc_ns": self._gc_ns, "full_gc_ns": self._full_gc_ns}
+        if thread:
+            task = f"/proc/self/task/{thread}"
+            counters.update(_read(f"{task}/schedstat", _schedule))
+            counters.update(_read(f"{task}/stat", _disk))
+        for path, parse in self._of_process:
+            counters.update(_read(path, parse))
+        self._writer.write(time.monotonic_ns(), thread, counters)
+
+    def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
+        # On the thread that collects. Collections do not nest, and the GIL orders them.
+        now_ns = time.monotonic_ns()
+        is_full = info["generation"] == _FULL
+        if phase == "start":
+            self._gc_began_ns = now_ns
+        elif is_full:
+            self._full_gc_ns += now_ns - self._gc_began_ns
+        else:
+            self._gc_ns += now_ns - self._gc_began_ns
+        if is_full:
+            put(self._ring, "gc_since_ns", now_ns if phase == "start" else 0)
+
+
+def _read(path: str, parse: Parse) -> dict[str, int]:
+    """Return the counters in a file; none if it cannot be read, or has another format."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return parse(os.read(fd, _MOST_BYTES))
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, IndexError):  # the thread may have ended
+        return {}
+
+
+def _schedule(raw: bytes) -> dict[str, int]:
+    """Read a thread's schedstat: behind its time on a CPU, its time in a run queue, in ns."""
+    return {"runnable_ns": int(raw.split()[1])}
+
+
+def _disk(raw: bytes) -> dict[str, int]:
+    """Read a thread's stat. The thread's name, in parentheses, may have any character."""
+    fields = raw[raw.rindex(b")") + 1 :].split()
+    return {"disk_wait_ns": int(fields[_DISK_WAIT_TICKS]) * _TICK_NS}
+
+
+def _throttled(raw: bytes) -> dict[str, int]:
+    """Read a cgroup's cpu.stat: microseconds in version 2, nanoseconds in version 1."""
+    for line in raw.splitlines():
+        name, _, value = line.partition(b" ")
+        if name == b"throttled_usec":
+            return {"throttled_ns": int(value) * 1000}
+        if name == b"throttled_time":
+            return {"throttled_ns": int(value)}
+    return {}
+
+
+def _stall(raw: bytes, counter: str) -> dict[str, int]:
+    """Read a pressure file: how long some task of the cgroup had to wait, in microseconds."""
+    some = raw.split(b"\n", 1)[0]
+    return {counter: int(some.rpartition(b"total=")[2]) * 1000} if b"total=" in some else {}

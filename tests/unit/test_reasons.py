@@ -1,0 +1,129 @@
+"""Which reason a verdict names for lateness: facts, and the sentences that are made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rankcall.analysis.snapshot import RankState, Snapshot, no_calls
+from rankcall.analysis.spent import LATELY, SINCE, SPENT, Spending
+from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
+from rankcall.analysis.verdicts.reasons import (
+    advice_for,
+    reasons_for_absence,
+    reasons_for_lateness,
+)
+from rankcall.analysis.verdicts.sentences import summary
+
+NAN = float("nan")
+CAUSES = {
+    "gc": "gc_s",
+    "no_cpu": "runnable_s",
+    "disk": "disk_wait_s",
+}
+OF_THE_CGROUP = {"memory": "memory_stall_s", "io": "io_stall_s"}
+
+
+def job(window: int, *rows: dict[str, float], ranks: int = 4) -> Snapshot:
+    """Return a job of some ranks; each row is what one spent, of 10 s if not said otherwise."""
+    spent = np.zeros(len(rows), SPENT)
+    for row, given in zip(spent, rows, strict=True):
+        for name, value in {"seconds": 10.0, "window": window, **given}.items():
+            row[name] = value
+    states = [RankState(rank, "node-a", 100 + rank) for rank in range(ranks)]
+    return Snapshot(states, no_calls(), spending=Spending((spent,)))
+
+
+def cause_and_share(facts: list[Fact]) -> tuple[str, float] | None:
+    """Return the cause that is named, and its share in %."""
+    if not facts:
+        return None
+    (fact,) = facts
+    assert fact.number is not None
+    return fact.value("cause"), round(fact.number, 6)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_of_absence(cause: str) -> None:
+    """Named from half of the time on, with its share."""
+    column = CAUSES[cause]
+    enough = job(SINCE, {"rank": 2, column: 5.0})
+    assert cause_and_share(reasons_for_absence(enough, [2])) == (cause, 50.0)
+    assert reasons_for_absence(job(SINCE, {"rank": 2, column: 4.9}), [2]) == []
+    assert reasons_for_absence(job(LATELY, {"rank": 2, column: 5.0}), [2]) == []
+
+
+@pytest.mark.parametrize("cause", OF_THE_CGROUP)
+def test_what_all_tasks_of_the_cgroup_wait_for(cause: str) -> None:
+    """It is not the cause of an absence: other ranks have it as well."""
+    column = OF_THE_CGROUP[cause]
+    assert reasons_for_absence(job(SINCE, {"rank": 2, column: 9.0}), [2]) == []
+
+
+@pytest.mark.parametrize("cause", CAUSES | OF_THE_CGROUP)
+def test_each_cause_of_lateness(cause: str) -> None:
+    """Named if it explains at least half of the lateness, and only what others do not spend."""
+    column = (CAUSES | OF_THE_CGROUP)[cause]
+    others = [{"rank": rank, "seconds": 8.0, column: 1.0} for rank in (0, 1, 3)]
+    late = job(LATELY, {"rank": 2, "seconds": 8.0, column: 3.0}, *others)  # 25 % more of its time
+    assert cause_and_share(reasons_for_lateness(late, [2], 0.5)) == (cause, 50.0)
+    assert cause_and_share(reasons_for_lateness(late, [2], 0.1)) == (cause, 100.0)
+    assert reasons_for_lateness(late, [2], 0.51) == []
+    alike = job(LATELY, *({"rank": rank, column: 9.0} for rank in range(4)))
+    assert reasons_for_lateness(alike, [2], 0.4) == []
+
+
+def test_throttled_or_no_cpu() -> None:
+    """Without a CPU because of the quota, if the cgroup was throttled for most of that time."""
+    throttled = job(SINCE, {"rank": 2, "runnable_s": 6.0, "throttled_s": 3.0})
+    assert cause_and_share(reasons_for_absence(throttled, [2])) == ("throttled", 60.0)
+    crowded = job(SINCE, {"rank": 2, "runnable_s": 6.0, "throttled_s": 2.9})
+    assert cause_and_share(reasons_for_absence(crowded, [2])) == ("no_cpu", 60.0)
+    unlimited = job(SINCE, {"rank": 2, "runnable_s": 6.0, "throttled_s": NAN})
+    assert cause_and_share(reasons_for_absence(unlimited, [2])) == ("no_cpu", 60.0)
+
+
+def test_what_is_not_known_is_no_cause() -> None:
+    """No row, too short a time, NaN, a rank of several without one."""
+    assert reasons_for_absence(job(SINCE), [2]) == []
+    assert reasons_for_absence(job(SINCE, {"rank": 2, "seconds": 0.9, "gc_s": 0.9}), [2]) == []
+    nothing = dict.fromkeys(set(CAUSES.values()), NAN)
+    assert reasons_for_absence(job(SINCE, {"rank": 2, **nothing}), [2]) == []
+    assert reasons_for_lateness(job(LATELY, {"rank": 2, **nothing}), [2], 0.4) == []
+    one = job(SINCE, {"rank": 2, "gc_s": 9.0})
+    assert reasons_for_absence(one, [1, 2]) == []
+    assert reasons_for_lateness(one, [2], 0.0) == []
+
+
+def test_several_ranks_have_the_least_share() -> None:
+    """A cause is named only if it holds for each of them."""
+    both = job(SINCE, {"rank": 1, "gc_s": 9.0}, {"rank": 2, "gc_s": 6.0})
+    assert cause_and_share(reasons_for_absence(both, [1, 2])) == ("gc", 60.0)
+    other = job(SINCE, {"rank": 1, "gc_s": 9.0}, {"rank": 2, "runnable_s": 6.0})
+    assert reasons_for_absence(other, [1, 2]) == []
+
+
+def test_the_more_specific_cause_is_named() -> None:
+    """A collection without a CPU takes longer: the collection is the cause."""
+    both = job(SINCE, {"rank": 2, "gc_s": 6.0, "runnable_s": 6.0})
+    assert cause_and_share(reasons_for_absence(both, [2])) == ("gc", 60.0)
+
+
+def test_the_sentences() -> None:
+    """They follow what else the finding says, with numbers that the facts state."""
+    snapshot = job(SINCE, {"rank": 2, "gc_s": 6.0, "full_gc_s": 5.0})
+    reasons = reasons_for_absence(snapshot, [2])
+    facts = [Fact(Relation.STOPPED, Ranks((2,))), *reasons]
+    assert summary(facts).endswith(
+        "Since its last call, it spent 6.0 s of 10 s collecting garbage (mostly full collections)."
+    )
+    assert "gc.freeze()" in advice_for(reasons)
+    late = job(LATELY, {"rank": 2, "runnable_s": 3.0}, {"rank": 1})
+    reasons = reasons_for_lateness(late, [2], 0.4)
+    facts = [Fact(Relation.MAKES_WAIT, Ranks((2,)), number=40.0), *reasons]
+    assert summary(facts).endswith(
+        "It spent 3.0 s of 10 s ready to run, without a CPU: that explains 75 % of its lateness."
+    )
+    assert "node-a" in advice_for(reasons)
+    assert "taskset -p 102" in advice_for(reasons)
+    assert advice_for([]) == ""
