@@ -44,8 +44,8 @@ def summary(facts: Sequence[Fact], live: bool = True) -> str:
     if not facts:
         return ""
     reasons = [fact for fact in facts if fact.relation in _REASONS]
-    told = [fact for fact in facts if fact.relation not in _REASONS]
-    texts = [_SUMMARIES[told[0].relation](told, live)]
+    first_facts = [fact for fact in facts if fact.relation not in _REASONS]
+    texts = [_SUMMARIES[first_facts[0].relation](first_facts, live)]
     return " ".join(texts + [_REASONS[fact.relation](fact, live) for fact in reasons])
 
 
