@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from diagnosing import SECOND, WORLD, causes, diagnose_calls, unfinished
+from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, Call, group_of, together
 
 from rankcall.report import diagnosis_text, top
@@ -438,3 +439,122 @@ def test_a_message_too_long_for_a_receive_from_any_source(
         "Rank 2 sends 8,192 bytes and rank 0 receives 4,096" in mismatch.summary
         for mismatch in mismatches
     )
+
+
+def stages(world: int, turns: dict[int, int], per_turn: int = 1, rounds: int = 2) -> list[Call]:
+    """Return what ranks issue that train and validate in turns, and then come to a barrier.
+
+    A rank makes so many turns of training (12 by default), with ``per_turn`` collectives each at
+    the lines 17, 18, ...; then five collectives at line 23, of equal sizes. The barrier has no end.
+    """
+    group = group_of(world)
+    calls = []
+    for rank in range(world):
+        one = [17 + at for at in range(per_turn)] * turns.get(rank, 12) + [23] * 5
+        lines = one * rounds
+        for seq, line in enumerate(lines, 1):
+            calls.append(Call(rank, seq, seq * MS, seq * MS + 1000, group=group, line=line))
+        seq = len(lines) + 1
+        calls.append(Call(rank, seq, seq * MS, None, group=group, op="barrier", line=28))
+    most = max(call.seq for call in calls)
+    # Those that have more to do wait in the call whose number is that of the others' barrier.
+    shortest = min(call.seq for call in calls if call.op == "barrier")
+    return (
+        [
+            replace(call, end=None) if call.seq == shortest else call
+            for call in calls
+            if call.seq <= shortest
+        ]
+        if most > shortest
+        else calls
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "turns", "per_turn", "first", "words"),
+    [
+        (
+            2,
+            {1: 11},
+            1,
+            12,
+            "Rank 0 (node-a, pid 1000) ran the loop with all_reduce (train.py:17) once",
+        ),
+        (2, {1: 9}, 1, 10, "ran the loop with all_reduce (train.py:17) 3 times more"),
+        (4, {2: 11}, 3, 34, "Ranks 0-1,3 (node-a) ran the loop with all_reduce (train.py:17) once"),
+        (
+            4,
+            {0: 13},
+            2,
+            25,
+            "Rank 0 (node-a, pid 1000) ran the loop with all_reduce (train.py:17) once",
+        ),
+    ],
+)
+def test_uneven_loops_whose_calls_match(
+    tmp_path: Path, world: int, turns: dict[int, int], per_turn: int, first: int, words: str
+) -> None:
+    """The first place at which the lines differ is named, not the one where the job froze."""
+    calls = stages(world, turns, per_turn)
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert (finding.kind, finding.seq) == ("desync", first)
+    odd = tuple(turns) if world > 2 else ()
+    assert finding.ranks == odd
+    assert "train.py:17" in finding.summary
+    assert "train.py:23" in finding.summary
+    assert words in finding.summary
+
+
+def test_lines_that_only_one_rank_has_are_no_first_difference(tmp_path: Path) -> None:
+    """Rank 0 may come to the same call by a line of its own; the place where ops differ counts."""
+    calls = [
+        Call(rank, seq, seq * MS, seq * MS + 1000, group=WORLD, line=5 if rank else 6)
+        for seq in range(1, 9)
+        for rank in range(4)
+    ]
+    calls += unfinished(WORLD, 9, (0, 1, 3), 9 * MS, line=7)
+    calls += unfinished(WORLD, 9, (2,), 9 * MS, op="barrier", line=30)
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert (finding.kind, finding.ranks, finding.seq) == ("desync", (2,), 9)
+
+
+def test_a_rank_that_shadows_in_a_join(tmp_path: Path) -> None:
+    """A collective of the program's own meets the Join's of a rank without inputs: it says so.
+
+    That calls of a Join pair with those of any line is no difference.
+    """
+    calls = [
+        Call(
+            rank,
+            seq,
+            seq * MS,
+            seq * MS + 1000,
+            group=WORLD,
+            line=36 if rank == 0 else 38,
+            api="Join" if rank == 0 else "backward",
+        )
+        for seq in range(1, 9)
+        for rank in range(4)
+    ]
+    calls += unfinished(WORLD, 9, (0,), 9 * MS, line=36, bytes=4, api="Join")
+    calls += unfinished(WORLD, 9, (1, 2, 3), 9 * MS, line=30, bytes=8, api="all_reduce")
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert (finding.kind, finding.ranks, finding.seq) == ("desync", (0,), 9)
+    assert "issued Join's all_reduce (train.py:36) as #9" in finding.summary
+    assert "against all_reduce (train.py:30) of ranks 1-3" in finding.summary
+    assert any("one of its Join's own" in line for line in finding.evidence)
+    assert 'on_exhausted="replay"' in finding.advice
+
+
+def test_two_calls_at_one_line_are_told_apart(tmp_path: Path) -> None:
+    """If a line issues both, as a framework's does, the functions that it called are named."""
+    calls = [
+        *THREE_ENDED,
+        *unfinished(WORLD, 4, (0, 1, 3), 9 * MS, line=7, bytes=64, api="backward"),
+        *unfinished(WORLD, 4, (2,), 9 * MS, line=7, bytes=8, api="all_gather_object"),
+    ]
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert finding.kind == "mismatch"
+    sides = [line for line in finding.evidence if "train.py:7" in line]
+    assert any("backward's all_reduce at train.py:7" in line for line in sides)
+    assert any("all_gather_object's all_reduce at train.py:7" in line for line in sides)

@@ -254,6 +254,13 @@ def test_other_summaries() -> None:
         shift, _ = of(R.SHIFTED, number, since="5", shown_by="7", **both)
         text = f"{desync} In 7 calls since #5, its calls were those of the others {words}"
         assert summary([*issued, shift]) == f"R{NAME[1:]} {text}"
+    for turns, words in ((1, "once more"), (2, "twice more"), (7, "7 times more")):
+        looped, _ = of(R.LOOPED_AGAIN, turns, CALL)
+        text = (
+            f"{desync} R{NAME[1:]} ran the loop with all_reduce (train.py:9) {words}, and then came to "
+            "what rank 0 (node-a, pid 100) had issued in its place: likely the inputs are uneven."
+        )
+        assert summary([*issued, looped]) == f"R{NAME[1:]} {text}"
     sizes = [
         (("dtype", "int32"), ("reduce_op", "sum")),
         (("dtype", "float32"), ("reduce_op", "max")),
@@ -453,6 +460,16 @@ LINES = [
         of(R.ISSUED, None, CALL),
         f"{NAME}: all_reduce at train.py:9",
         f"{NAMES}: all_reduce at train.py:9",
+    ),
+    (
+        of(R.ISSUED, None, replace(CALL, function="Join")),
+        f"{NAME}: Join's all_reduce at train.py:9",
+        f"{NAMES}: Join's all_reduce at train.py:9",
+    ),
+    (
+        of(R.IN_JOIN),
+        f"{NAME}: that call is one of its Join's own; without inputs, it answers the calls of the joinables, and no others",
+        f"{NAMES}: that call is one of their Join's own; without inputs, they answer the calls of the joinables, and no others",
     ),
     (
         of(R.NOT_KNOWN, why="unheard"),

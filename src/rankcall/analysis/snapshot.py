@@ -155,6 +155,10 @@ class Snapshot:
         """Return a call site as ``file:line``; empty if it is not known."""
         return str(self.sites[number]) if 0 < number < len(self.sites) else ""
 
+    def api(self, number: int) -> str:
+        """Return the public function that a call site called; empty if it is not known."""
+        return self.sites[number].api if 0 < number < len(self.sites) else ""
+
     def user_line(self, number: int) -> str:
         """Return the user's line behind a framework's call site, or an empty string."""
         return self.sites[number].user_line if 0 < number < len(self.sites) else ""

@@ -28,6 +28,10 @@ _GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
 
 
+# The ``api`` of a ``Join``'s own calls, and of those that it answers for a rank without inputs.
+JOIN = "Join"
+
+
 @dataclass(frozen=True)
 class Group:
     """A process group, as one of its members knew it. ``ranks`` are global, in group order."""

@@ -26,6 +26,7 @@ from rankcall.analysis.snapshot import (
 )
 from rankcall.analysis.verdicts.wait_graph import Wait
 from rankcall.record import DTYPES, OPS, REDUCE_OPS, SIZE_TO_AGREE_ON
+from rankcall.ring.tables import JOIN
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
@@ -33,6 +34,7 @@ Rows = npt.NDArray[np.intp]
 _BARRIER, _ALL_TO_ALL = OPS.index("barrier"), OPS.index("all_to_all")
 SPLITS = "splits"  # a field that differs between what members send and what they receive
 FIELDS = ("op", "dtype", "root", "reduce_op", "size")
+_LONGEST_TURN = 64  # calls of one turn of a loop
 _FARTHEST = 8  # calls that a member can be ahead or behind
 # A shift is mentioned if so many calls of a rank differ from the calls of the same number of the
 # other ranks, and equal their calls some numbers on. One or two also differ if calls were swapped,
@@ -67,6 +69,15 @@ class Shift:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """A side that went through a loop more often, and then came to what the other had issued."""
+
+    ranks: tuple[int, ...]
+    row: int  # its first call of the first turn more
+    turns: int
+
+
+@dataclass(frozen=True)
 class Disagreement:
     """A place in a group's sequence at which members differ. The smallest side comes first."""
 
@@ -79,6 +90,8 @@ class Disagreement:
     open: bool  # a member is still in its call there, or the call failed
     shift: Shift | None = None  # of the first side, if enough calls show one
     message: bool = False  # two ends of a message, not a collective
+    loop: Loop | None = None  # that explains it
+    in_join: tuple[int, ...] = ()  # ranks whose call is their Join's own, unlike that of others
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -153,6 +166,10 @@ def _disagreement(
     sides = _sides(calls, rows, differing)
     group, seq = int(calls["group"][rows[0]]), int(calls["seq"][rows[0]])
     mine, theirs = (_history(calls, group, side.row) for side in (sides[0], sides[-1]))
+    first = _first_unlike(snapshot, mine, theirs, seq)
+    if first is not None:
+        is_open = bool(stuck[rows].any())
+        return _at_first(calls, group, first, (mine, theirs), seq, is_open)
     shift = _shift_between(mine, theirs, seq)
     # Both sides make both calls, so only the order differs.
     swapped = (
@@ -160,7 +177,8 @@ def _disagreement(
     )
     if shift is not None and _agree_again(mine, theirs, seq):
         shift = None
-    order_differs = "op" in differing or shift is not None or swapped
+    in_join = _in_join(snapshot, sides)
+    order_differs = "op" in differing or shift is not None or swapped or bool(in_join)
     if shift is not None and shift.shown_by < _ENOUGH:
         shift = None
     if shift is not None and shift.since < seq:
@@ -170,8 +188,99 @@ def _disagreement(
         )
         sides = [_moved(calls, rows, side) for side in sides]
     return Disagreement(
-        order_differs, group, seq, differing, tuple(sides), rows, bool(stuck[rows].any()), shift
+        order_differs,
+        group,
+        seq,
+        differing,
+        tuple(sides),
+        rows,
+        bool(stuck[rows].any()),
+        shift,
+        in_join=in_join,
     )
+
+
+def _in_join(snapshot: Snapshot, sides: Sequence[Side]) -> tuple[int, ...]:
+    """Return the ranks whose call is one of their Join's own, if that of others is not."""
+    calls = snapshot.calls
+    inside = [side for side in sides if snapshot.api(int(calls["site"][side.row])) == JOIN]
+    if len(inside) == len(sides):
+        return ()
+    return tuple(sorted(rank for side in inside for rank in side.ranks))
+
+
+def _first_unlike(snapshot: Snapshot, mine: History, theirs: History, before: int) -> int | None:
+    """Return the first place at which two ranks issued calls of two lines that both of them have.
+
+    Their sizes may match, so that the calls went through, as if a loop had ended one turn early on
+    one rank. A line that only one of them has may be that rank's way to the same call. A rank that
+    shadows in a ``Join`` answers calls of any line.
+    """
+    lines, own_lines = set(theirs.values()), set(mine.values())
+    for seq in sorted(mine.keys() & theirs.keys()):
+        if seq >= before:
+            return None
+        pair = mine[seq], theirs[seq]
+        unlike = pair[0] != pair[1] and pair[0] in lines and pair[1] in own_lines
+        sites = [call[-1] for call in pair]
+        if unlike and all(sites) and JOIN not in map(snapshot.api, sites):
+            return seq
+    return None
+
+
+def _at_first(
+    calls: Calls, group: int, seq: int, both: tuple[History, History], last: int, is_open: bool
+) -> Disagreement:
+    """Return the disagreement at the first place at which the lines of two ranks differ."""
+    mine, theirs = both
+    rows = np.flatnonzero(
+        (calls["kind"] == COLLECTIVE) & (calls["group"] == group) & (calls["seq"] == seq)
+    )
+    by_line: dict[int, list[int]] = {}
+    for row in rows.tolist():
+        by_line.setdefault(int(calls["site"][row]), []).append(row)
+    sides = [
+        Side(tuple(sorted(calls["rank"][side_rows].tolist())), side_rows[0])
+        for side_rows in by_line.values()
+    ]
+    sides.sort(key=lambda side: (len(side.ranks), side.ranks))
+    lines = {side: int(calls["site"][side.row]) for side in sides}
+    loop = None
+    for longer, shorter in ((theirs, mine), (mine, theirs)):
+        turns = _turns_more(longer, shorter, seq)
+        side = next((side for side in sides if lines[side] == longer[seq][-1]), None)
+        if turns and side is not None:
+            loop = Loop(side.ranks, side.row, turns)
+            break
+    shift = None if loop is not None else _shift_between(mine, theirs, last)
+    if shift is not None and (shift.since != seq or shift.shown_by < _ENOUGH):
+        shift = None
+    return Disagreement(True, group, seq, (), tuple(sides), rows, is_open, shift, loop=loop)
+
+
+def _turns_more(longer: History, shorter: History, seq: int) -> int:
+    """Return how many turns of a loop one rank makes more than the other, from ``seq`` on.
+
+    The calls before ``seq`` are a turn of the loop, which both have made. 0 if there is no such
+    loop, if the rank does not come to the other one's call after it, or if less than a turn
+    explains the difference as well: then calls were skipped inside of it.
+    """
+    apart = [
+        distance
+        for distance in range(1, _LONGEST_TURN + 1)
+        for (one, other) in ((shorter, longer), (longer, shorter))
+        if one[seq] == other.get(seq + distance)
+    ]
+    for length in range(1, _LONGEST_TURN + 1):
+        turn = [shorter.get(seq - length + at) for at in range(length)]
+        if None in turn or any(distance < length for distance in apart) or apart[:2] == [1, 1]:
+            return 0
+        turns = 0
+        while [longer.get(seq + turns * length + at) for at in range(length)] == turn:
+            turns += 1
+        if turns and longer.get(seq + turns * length) == shorter[seq]:
+            return turns
+    return 0
 
 
 def _agree_again(mine: History, theirs: History, seq: int) -> bool:
@@ -219,6 +328,10 @@ def off_by_n(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
         return None
     newest = int(mine[np.argmax(calls["seq"][mine])])
     own, others = (_history(calls, wait.group, row) for row in (newest, int(wait.rows[0])))
+    first = _first_unlike(snapshot, own, others, wait.seq)
+    if first is not None:
+        last = int(calls["seq"][newest])
+        return _at_first(calls, wait.group, first, (own, others), last, True)
     shift = _shift_between(own, others, int(calls["seq"][newest]))
     if shift is None:
         return None

@@ -9,6 +9,7 @@ from rankcall.analysis.verdicts.naming import (
     ago,
     call_in,
     name_call,
+    name_op,
     name_place,
     name_ranks,
     others_of,
@@ -69,7 +70,18 @@ def _tags_differ(fact: Fact, live: bool) -> str:
 def _side(fact: Fact, live: bool) -> str:
     call = call_in(fact)
     values = f", {values_in(fact)}" if fact.values else ""
-    return f"{name_ranks(who(fact))}: {call.op}{f' at {call.line}' if call.line else ''}{values}"
+    place = f" at {call.line}" if call.line else ""
+    return f"{name_ranks(who(fact))}: {name_op(call)}{place}{values}"
+
+
+def _in_join(fact: Fact, live: bool) -> str:
+    count = len(who(fact).numbers)
+    verbs = verbs_for(count, live=True)
+    answer = "answers" if count == 1 else "answer"
+    return (
+        f"{name_ranks(who(fact))}: that call is one of {verbs.its} Join's own; without inputs, "
+        f"{verbs.they} {answer} the calls of the joinables, and no others"
+    )
 
 
 def _not_known(fact: Fact, live: bool) -> str:
@@ -179,6 +191,7 @@ LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.SENDS: _side,
     Relation.RECEIVES: _side,
     Relation.ISSUED: _side,
+    Relation.IN_JOIN: _in_join,
     Relation.ENDED_WITHOUT_RECORDS: _ended_without_records,
     Relation.HAD_NO_GROUP: _had_no_group,
     Relation.NOT_KNOWN: _not_known,

@@ -24,6 +24,7 @@ from rankcall.analysis.snapshot import (
     standings,
 )
 from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.ring.tables import JOIN
 from rankcall.run.frames import CodePlace
 
 
@@ -81,6 +82,10 @@ class Relation(str, Enum):
 
     # Members that do not issue the same call.
     ISSUED = "issued"  # the ranks issued this op from this line, under the number
+    # The ranks made so many turns of a loop more, which begins with the call, and then issued what
+    # the others had issued in place of it
+    LOOPED_AGAIN = "looped_again"
+    IN_JOIN = "in_join"  # the call of the ranks is one of their Join's, and that of the others not
     SHIFTED = "shifted"  # at least 3 calls equal those of the others this number of calls on
     PASSED = "passed"  # the ranks passed these values to the call. values: by field
     SENDS = "sends"  # the sending end of a message. values: by field
@@ -232,7 +237,7 @@ def call_of(snapshot: Snapshot, row: int, site: int | None = None) -> CallFact:
         snapshot.op(row),
         int(call["seq"]),
         *group_of(snapshot, int(call["group"])),
-        function=api if "object" in api else "",  # it issues several ops
+        function=api if "object" in api or api == JOIN else "",  # it issues several ops
         line=snapshot.shown_site(number),
     )
 

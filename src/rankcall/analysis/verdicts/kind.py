@@ -7,12 +7,14 @@ gives the next step to take. Reports take all of that from the finding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
 from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values_of
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
+    CallFact,
     Fact,
     Ranks,
     Relation,
@@ -359,6 +361,8 @@ class DisagreementKind(Kind):
             confidence = less_sure(confidence)
             gaps = [not_known(snapshot, unseen)]
         sides = [_side(snapshot, disagreement, side) for side in disagreement.sides[:SHOWN]]
+        if disagreement.in_join:
+            sides.append(Fact(Relation.IN_JOIN, ranks_of(snapshot, disagreement.in_join)))
         return self.finding(
             culprits,
             victims=tuple(sorted(victims)),
@@ -381,4 +385,14 @@ def _side(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> Fact:
     shown_elsewhere = disagreement.differing in (("op",), (SPLITS,))
     values = () if shown_elsewhere else values_of(snapshot, disagreement, side)
     ranks = ranks_of(snapshot, side.ranks)
-    return Fact(Relation.PASSED, ranks, call_of(snapshot, side.row), values=values)
+    return Fact(Relation.PASSED, ranks, call_of_side(snapshot, disagreement, side), values=values)
+
+
+def call_of_side(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> CallFact:
+    """Return the call of a side; with the function that issued it, if all have the same line."""
+    numbers = [int(snapshot.calls["site"][other.row]) for other in disagreement.sides]
+    lines, apis = (set(map(of, numbers)) for of in (snapshot.shown_site, snapshot.api))
+    call = call_of(snapshot, side.row)
+    if len(lines) > 1 or len(apis) < len(numbers):
+        return call
+    return replace(call, function=snapshot.api(int(snapshot.calls["site"][side.row])))

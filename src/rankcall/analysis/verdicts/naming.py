@@ -49,9 +49,13 @@ def name_call(call: CallFact, *, line: bool = True) -> str:
         way = "to" if call.op == "send" else "from"
         text = f"{numbered(call.op, call.seq)} {way} {whom} (tag {call.tag}, group {group})"
     else:
-        whose = f"{call.function}'s " if call.function else ""
-        text = f"{whose}{numbered(call.op, call.seq)} of group {group}"
+        text = f"{numbered(name_op(call), call.seq)} of group {group}"
     return f"{text} at {call.line}" if line and call.line else text
+
+
+def name_op(call: CallFact) -> str:
+    """Name an op, and the function that issues it if that says more: ``Join's all_reduce``."""
+    return f"{call.function}'s {call.op}" if call.function else call.op
 
 
 def name_place(fact: Fact) -> str:

@@ -17,6 +17,7 @@ from rankcall.analysis.verdicts.naming import (
     name_call,
     name_group,
     name_of,
+    name_op,
     name_place,
     name_ranks,
     others_of,
@@ -240,19 +241,31 @@ def _waits_for_work(facts: Sequence[Fact], live: bool) -> str:
 
 
 def _op_with_line(call: CallFact) -> str:
-    return call.op + (f" ({call.line})" if call.line else "")
+    return name_op(call) + (f" ({call.line})" if call.line else "")
 
 
 def _desync(facts: Sequence[Fact], live: bool) -> str:
     """Write what two sides issued, and how the first is out of step from there on."""
-    first, last, *shifts = facts
+    first, last, *causes = facts
     mine, theirs = call_in(first), call_in(last)
     text = (
         f"{name_of(first)} issued {_op_with_line(mine)} as #{mine.seq} of group "
         f"{name_group(mine.group, mine.description)}, against {_op_with_line(theirs)} of "
         f"{name_ranks(who(last))}."
     )
-    return f"{text} {_shifted(shifts[0])}" if shifts else text
+    for fact in causes:
+        write = _looped_again if fact.relation is Relation.LOOPED_AGAIN else _shifted
+        text = f"{text} {write(fact)}"
+    return text
+
+
+def _looped_again(fact: Fact) -> str:
+    turns, call = int(time_of(fact)), call_in(fact)
+    times = {1: "once more", 2: "twice more"}.get(turns, f"{turns:,} times more")
+    return (
+        f"{name_of(fact)} ran the loop with {_op_with_line(call)} {times}, and then came to what "
+        f"{name_ranks(others_of(fact))} had issued in its place: likely the inputs are uneven."
+    )
 
 
 def _shifted(fact: Fact) -> str:

@@ -293,8 +293,7 @@ def _message_wait(
 
 
 def _api(snapshot: Snapshot, row: int) -> str:
-    site = int(snapshot.calls["site"][row])
-    return snapshot.sites[site].api if 0 < site < len(snapshot.sites) else ""
+    return snapshot.api(int(snapshot.calls["site"][row]))
 
 
 class WaitGraph:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from rankcall.capture.interface import installed_folders, skipped_folders
-from rankcall.ring.tables import CallSite, UserLine
+from rankcall.ring.tables import JOIN, CallSite, UserLine
 
 _USER, _FRAMEWORK, _CHILD, _HIDDEN, _WRAPPER, _API, _API_OF_MANY, _BACKWARD = range(8)
 _WRAPPERS = {
@@ -24,6 +24,7 @@ _WRAPPERS = {
 }
 # Frames between the user and torch's context managers and deprecated functions.
 _BETWEEN = ("/contextlib.py", "/typing_extensions.py", "/warnings.py")
+_JOINS = ("/rankcall/join/", "/torch/distributed/algorithms/join.py")
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 # Names of programs that came on the command line or were typed: the user's own.
 _TYPED = ("<string>", "<stdin>", "<python-input", "<ipython-input")
@@ -128,7 +129,7 @@ class CallSites:
         return _FRAMEWORK if file.startswith("<") and not file.startswith(_TYPED) else _USER
 
     def _site_of(self, known: _Code, frame: FrameType, api: FrameType | None) -> int:
-        name = api.f_code.co_name if api is not None else ""
+        name = _api_of(api.f_code) if api is not None else ""
         key = (frame.f_lasti, name)
         if known.kind == _FRAMEWORK:
             behind = self._user_behind(frame)
@@ -218,6 +219,11 @@ class CallSites:
                 api = walk if known.kind >= _API else api
                 walk = walk.f_back
         return 0
+
+
+def _api_of(code: CodeType) -> str:
+    """Return the name of a public function; of all that a ``Join`` issues, that of the class."""
+    return JOIN if any(place in code.co_filename for place in _JOINS) else code.co_name
 
 
 def _call_site(frame: FrameType, api: str, user: UserLine | None = None) -> CallSite:

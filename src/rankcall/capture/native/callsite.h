@@ -350,7 +350,14 @@ class CallSites {
     const int line = PyCode_Addr2Line(place.code, static_cast<int>(place.offset));
     return line > 0 ? line : place.code->co_firstlineno;
   }
-  static const char* api_of(const Walk& walk) { return walk.api ? text(walk.api->co_name) : ""; }
+  // The name of the public function; of all that a Join issues, that of the class.
+  static const char* api_of(const Walk& walk) {
+    if (!walk.api) return "";
+    const std::string file = text(walk.api->co_filename);
+    for (const std::string place : {"/rankcall/join/", "/torch/distributed/algorithms/join.py"})
+      if (file.find(place) != std::string::npos) return "Join";
+    return text(walk.api->co_name);
+  }
   static std::string json_of(const Place& place) {
     return "\"file\": " + json_text(text(place.code->co_filename)) + ", \"line\": " +
            std::to_string(line_of(place)) + ", \"function\": " + json_text(text(place.code->co_name));
