@@ -208,3 +208,23 @@ def test_a_thread_is_marked_in_any_dump() -> None:
     both = f"{reading(1)}\n\n{dump}"
     assert code_place(mark_training_thread(both, f"{0x77:#018x}")).line == "/a/b.py:2"
     assert mark_training_thread(both, "") == both
+
+
+def test_another_thread_in_a_call_is_shown() -> None:
+    """Its frames stand below those of the rank, and tell ranks apart that otherwise stand alike."""
+    saver = 'Thread 81 (in a call, most recent call first):\n  File "/a/save.py", line {} in save'
+    main = 'Thread 80 (most recent call first): "MainThread"\n  File "/a/b.py", line 2 in <module>'
+    stacks = {rank: f"{main}\n\n{saver.format(line)}" for rank, line in ((0, 9), (1, 7), (2, 9))}
+    classes = stack_classes(stacks)
+    assert [stack_class.ranks for stack_class in classes] == [(1,), (0, 2)]
+    assert [frame.line for frame in classes[0].in_calls[0]] == [7]
+    assert code_place(stacks[0]).line == "/a/b.py:2"
+    shown = "\n".join(stack_lines(stacks))
+    assert shown.count("another thread there, in a call\n    save  save.py:") == 2
+    other = main.replace("80", "82").replace("<module>", "idle").replace(' "MainThread"', "")
+    text = tidy(f"{other}\n\n{saver.format(9)}\n\n{main}")
+    assert [line[:9] for line in text.splitlines() if line.startswith("Thread")] == [
+        "Thread 80",
+        "Thread 81",
+        "Thread 82",
+    ]

@@ -389,3 +389,23 @@ def _keep(run: Path, verdict: Any, seconds: int) -> None:
         mono_ns=10**9 + seconds * SECOND,
     )
     assert keep_verdict(run, replace(verdict, origin=origin), {}, lambda kept: True)
+
+
+def test_two_threads_of_a_rank_in_one_group(tmp_path: Path) -> None:
+    """It is said of the rank with calls of both at once, and not if one thread has issued them."""
+    ended = [
+        Call(rank, 1, SECOND, SECOND + 1000, group=TRAIN, line=20, thread=MAIN)
+        for rank in TRAIN.ranks
+    ]
+    for thread in (MAIN, SAVER):
+        calls = [
+            *ended,
+            Call(0, 2, 2 * SECOND, None, group=TRAIN, line=20, thread=MAIN),
+            Call(1, 2, 2 * SECOND, None, group=TRAIN, line=20, thread=MAIN),
+            Call(1, 3, 2 * SECOND, None, group=TRAIN, line=9, thread=thread),
+        ]
+        (finding,) = diagnose_calls(
+            tmp_path / str(thread), calls, states={}, seconds=40, hang_after=10, ranks=[0, 1, 2]
+        ).findings
+        said = [line for line in finding.evidence if "two of its threads" in line]
+        assert [line.startswith("rank 1 ") for line in said] == ([True] if thread == SAVER else [])

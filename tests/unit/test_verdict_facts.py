@@ -467,6 +467,11 @@ LINES = [
         f"{NAMES}: Join's all_reduce at train.py:9",
     ),
     (
+        of(R.TWO_THREADS, group="1"),
+        f"{NAME}: two of its threads have calls in group 1 at once, and nothing keeps those in the order of the other members",
+        f"{NAMES}: two of their threads have calls in group 1 at once, and nothing keeps those in the order of the other members",
+    ),
+    (
         of(R.IN_JOIN),
         f"{NAME}: that call is one of its Join's own; without inputs, it answers the calls of the joinables, and no others",
         f"{NAMES}: that call is one of their Join's own; without inputs, they answer the calls of the joinables, and no others",

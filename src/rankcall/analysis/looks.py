@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.analysis.snapshot import threads_in_calls
 from rankcall.analysis.verdicts import diagnose, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.run.load import Run
@@ -28,7 +29,8 @@ def diagnose_asking(run: Run, hang_after: float | None = None) -> Diagnosis:
     if not diagnosis.snapshot.live:
         return diagnosis
     wanted = set(_unexplained(diagnosis)[:_MOST_ASKED])
-    stacks = request_stacks(head.header for head in run.heads if head.header.rank in wanted)
+    headers = [head.header for head in run.heads if head.header.rank in wanted]
+    stacks = request_stacks(headers, threads_in_calls(diagnosis.snapshot))
     return with_stacks(run, diagnosis, stacks)
 
 

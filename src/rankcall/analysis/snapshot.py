@@ -217,6 +217,20 @@ def end_unknown(calls: Calls) -> Bools:
     return unknown
 
 
+def threads_in_calls(snapshot: Snapshot) -> dict[int, list[int]]:
+    """Return by rank the threads with a call that has not ended, that of the oldest call first.
+
+    Not those of calls on devices: their threads go on as soon as they have issued them.
+    """
+    calls = snapshot.calls
+    on_host = calls["flags"] & FLAG_DEVICE == 0
+    rows = np.flatnonzero(unfinished(calls) & on_host & (calls["thread"] > 0))
+    threads: dict[int, dict[int, None]] = {}
+    for row in rows[np.argsort(-calls["age_s"][rows], kind="stable")].tolist():
+        threads.setdefault(int(calls["rank"][row]), {})[int(calls["thread"][row])] = None
+    return {rank: list(of_rank) for rank, of_rank in threads.items()}
+
+
 def not_started(calls: Calls) -> Bools:
     """Return which calls in flight their device is known not to have started.
 

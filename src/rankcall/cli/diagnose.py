@@ -12,6 +12,7 @@ import typer
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.logs.following import follow_logs
 from rankcall.analysis.looks import by_interest, diagnose_asking
+from rankcall.analysis.snapshot import threads_in_calls
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli.common import (
     Attempt,
@@ -100,7 +101,11 @@ def command(
         raise typer.BadParameter("give one run, or logs after --log")
     run = open_run(places[0] if places else None, attempt, exits_only=True)
     result = diagnose_asking(run, hang_after)
-    dumped = stacks_of(run, by_interest(result, _MOST_STACKS)) if stacks else {}
+    dumped = (
+        stacks_of(run, by_interest(result, _MOST_STACKS), threads_in_calls(result.snapshot))
+        if stacks
+        else {}
+    )
     _print(result, json, dumped, asks_node=node)
     if stacks and not dumped and not json:
         say(

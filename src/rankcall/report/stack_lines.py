@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from rankcall.printable import clean
 from rankcall.report.formatting import INDENT, plural
 from rankcall.report.standing import shortened_ranks
+from rankcall.run.frames import Frame
 from rankcall.run.stack_classes import StackClass, stack_classes, telling_frames
 
 # All stacks together take less than a screen, because a verdict stands above them.
@@ -22,7 +23,8 @@ def stack_lines(stacks: Mapping[int, str]) -> list[str]:
     """
     classes = stack_classes(stacks)
     shown = classes[:_MOST_CLASSES]
-    most = max(_LEAST_FRAMES, (_STACK_LINES - 1 - 2 * len(shown)) // max(1, len(shown)))
+    parts = sum(1 + len(stack_class.in_calls) for stack_class in shown)
+    most = max(_LEAST_FRAMES, (_STACK_LINES - 1 - 2 * parts) // max(1, parts))
     lines = [f"Stacks of {plural(len(stacks), 'rank')}, equal ones together"]
     for stack_class in shown:
         lines += _class_lines(stack_class, most)
@@ -41,11 +43,18 @@ def _class_lines(alike: StackClass, most: int) -> Iterator[str]:
         else f"{count}: {shortened_ranks(alike.ranks)}"
     )
     yield f"{' ' * INDENT}{name}"
-    frames = telling_frames(alike.frames, most)
-    for frame in frames:
+    if not alike.frames:
+        yield f"{' ' * 2 * INDENT}{' '.join(alike.text.split())}"
+    yield from _frame_lines(alike.frames, most)
+    for frames in alike.in_calls:
+        yield f"{' ' * INDENT}another thread there, in a call"
+        yield from _frame_lines(frames, most)
+
+
+def _frame_lines(frames: Sequence[Frame], most: int) -> Iterator[str]:
+    shown = telling_frames(frames, most)
+    for frame in shown:
         where = f"{PurePath(frame.file).name}:{frame.line}" if frame.line else frame.file
         yield f"{' ' * 2 * INDENT}{frame.name}  {where}"
-    if not frames:
-        yield f"{' ' * 2 * INDENT}{' '.join(alike.text.split())}"
-    if len(alike.frames) > len(frames):
-        yield f"{' ' * 2 * INDENT}and {plural(len(alike.frames) - len(frames), 'more call')}"
+    if len(frames) > len(shown):
+        yield f"{' ' * 2 * INDENT}and {plural(len(frames) - len(shown), 'more call')}"

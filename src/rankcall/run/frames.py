@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from rankcall.run.stack_text import THREADS, is_training
+from rankcall.run.stack_text import THREADS, is_in_call, is_training
 from rankcall.whole_numbers import whole_number
 
 # Functions of torch.distributed that return only after other ranks have called them as well, and
@@ -152,8 +152,21 @@ def all_training_frames(stack: str) -> list[Frame]:
     """Return the training thread's frames, native ones too, the newest first."""
     threads = THREADS.split(stack)
     main = next((thread for thread in threads if _MAIN_THREAD.search(thread)), threads[0])
+    return _frames(next(filter(is_training, threads), main))
+
+
+def frames_in_calls(stack: str) -> list[list[Frame]]:
+    """Return the frames of each other thread that waits in a call, the newest first."""
+    return [
+        frames
+        for thread in THREADS.split(stack)
+        if is_in_call(thread) and (frames := _frames(thread))
+    ]
+
+
+def _frames(thread: str) -> list[Frame]:
     frames = []
-    for text in next(filter(is_training, threads), main).splitlines():
+    for text in thread.splitlines():
         match = _FAULTHANDLER.match(text) or _PY_SPY.match(text)
         if match and not _is_native(match["file"]):
             line = whole_number(match["line"]) or 0  # 0: not known

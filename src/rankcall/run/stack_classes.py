@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from rankcall.run.frames import Frame, all_training_frames, code_place, training_frames
+from rankcall.run.frames import (
+    Frame,
+    all_training_frames,
+    code_place,
+    frames_in_calls,
+    training_frames,
+)
 
 
 @dataclass(frozen=True)
@@ -14,12 +20,14 @@ class StackClass:
     """Ranks whose training threads stand at the same Python frames.
 
     ``frames``: of the first rank, the newest first, with its native frames if they are known.
+    ``in_calls``: the same of its other threads that wait in a call.
     ``text``: the whole stack of the first rank, as it was dumped.
     """
 
     ranks: tuple[int, ...]
     frames: tuple[Frame, ...]
     text: str
+    in_calls: tuple[tuple[Frame, ...], ...] = ()
 
     @property
     def line(self) -> str:
@@ -30,14 +38,19 @@ class StackClass:
 def stack_classes(stacks: Mapping[int, str]) -> list[StackClass]:
     """Put ranks with equal stacks together: the smallest class first, then by the lowest rank.
 
-    Other threads do not count: in a healthy process they are at a different line each time. A text
-    without any frame is compared as it is.
+    Other threads count only if they wait in a call: in a healthy process they are at a different
+    line each time. A text without any frame is compared as it is.
     """
     alike: dict[object, list[int]] = {}
     for rank in sorted(stacks):
         alike.setdefault(_key(stacks[rank]), []).append(rank)
     classes = [
-        StackClass(tuple(ranks), tuple(all_training_frames(stacks[ranks[0]])), stacks[ranks[0]])
+        StackClass(
+            tuple(ranks),
+            tuple(all_training_frames(stacks[ranks[0]])),
+            stacks[ranks[0]],
+            tuple(map(tuple, frames_in_calls(stacks[ranks[0]]))),
+        )
         for ranks in alike.values()
     ]
     return sorted(classes, key=lambda stack_class: (len(stack_class.ranks), stack_class.ranks))
@@ -51,8 +64,10 @@ def _key(stack: str) -> object:
     frames = training_frames(stack)
     if not frames:
         return stack.strip()
+    waiting = [frame for thread in frames_in_calls(stack) for frame in thread]
     return tuple(
-        (PurePath(frame.file).name, frame.line, frame.name.rpartition(".")[2]) for frame in frames
+        (PurePath(frame.file).name, frame.line, frame.name.rpartition(".")[2])
+        for frame in (*frames, *waiting)
     )
 
 

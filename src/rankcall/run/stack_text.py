@@ -1,7 +1,7 @@
 """The text of dumped stacks: the names of threads in it, which one trains, and what people see.
 
 A text comes from ``faulthandler`` or from py-spy. In both, each thread begins with a heading. The
-heading of the thread that trains has ``TRAINS``.
+heading of the thread that trains has ``TRAINS``, and that of another one in a call ``IN_CALL``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from rankcall.printable import clean
 
 TRAINS = "(trains, "
+IN_CALL = "(in a call, "  # of another thread, which has issued a call that has not ended
 OWN_THREADS = "rankcall-"  # the names of all threads that rankcall starts begin with it
 THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|^(?:Current t|T)hread .*\"MainThread\"$", re.MULTILINE)
@@ -22,6 +23,11 @@ _HEADING = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+) .*:$", re.MULTILINE)
 def is_training(stack: str) -> bool:
     """Return whether the stack of one thread is marked as that of the training thread."""
     return TRAINS in stack.partition("\n")[0]
+
+
+def is_in_call(stack: str) -> bool:
+    """Return whether the stack of one thread is marked as that of another thread in a call."""
+    return IN_CALL in stack.partition("\n")[0]
 
 
 def with_names(text: str) -> str:
@@ -41,19 +47,28 @@ def with_names(text: str) -> str:
 
 def mark_training_thread(text: str, thread: str) -> str:
     """Write ``TRAINS`` into the first line of a thread's stack; ``thread`` is its name there."""
+    return mark_thread(text, thread, TRAINS)
+
+
+def mark_thread(text: str, thread: str, mark: str) -> str:
+    """Write a mark into the first line of a thread's stack; ``thread`` is its name there."""
     if not thread:
         return text
-    return re.sub(
-        rf"^((?:Current t|T)hread {thread}) \(", rf"\1 {TRAINS}", text, count=1, flags=re.M
-    )
+    return re.sub(rf"^((?:Current t|T)hread {thread}) \(", rf"\1 {mark}", text, count=1, flags=re.M)
 
 
 def tidy(text: str) -> str:
-    """Put the training and the main thread first, and leave out rankcall's own.
+    """Put the training and the main thread first, then those in a call; leave out rankcall's own.
 
     None of these runs the training loop. If a thread of the user's waits for one of them, for
     example in a barrier of ``rankcall.store``, its own stack says so.
     """
     threads = [stack.rstrip() for stack in THREADS.split(text) if not _OURS.match(stack.strip())]
-    threads.sort(key=lambda stack: (not is_training(stack), _MAIN.search(stack) is None))
+    threads.sort(
+        key=lambda stack: (
+            not is_training(stack),
+            _MAIN.search(stack) is None,
+            not is_in_call(stack),
+        )
+    )
     return "\n\n".join(threads) or text

@@ -2,12 +2,14 @@
 
 A rank that the watcher observes has a memory file. On ``STACK_SIGNAL``, ``faulthandler`` writes the
 stack of the thread that gets the signal into it. A process that may read the rank's memory may read
-this file, through /proc. The signal goes to the main thread, and to the thread that trains if that
-is another one. The signal handler is C code, so a rank that holds the GIL or waits in a collective
-answers, too. A stopped rank does not. py-spy, if it is installed, needs no such answer.
+this file, through /proc. The signal goes to the main thread, to the thread that trains if that is
+another one, and to other threads whose calls have not ended. The signal handler is C code, so a
+rank that holds the GIL or waits in a collective answers, too. A stopped rank does not. py-spy, if
+it is installed, needs no such answer.
 
 The stack of the thread that trains comes first and has ``TRAINS`` in its first line, if it is not
-the main thread. ``frames`` says where a rank stands by such a text.
+the main thread; those of other threads in a call have ``IN_CALL``. ``frames`` says where a rank
+stands by such a text.
 """
 
 from __future__ import annotations
@@ -24,13 +26,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rankcall.ring.layout import Header
 from rankcall.ring.writer import put
 from rankcall.run.load import Run
-from rankcall.run.stack_text import TRAINS, mark_training_thread, tidy, with_names
+from rankcall.run.stack_text import (
+    IN_CALL,
+    TRAINS,
+    mark_thread,
+    mark_training_thread,
+    tidy,
+    with_names,
+)
 
 # The number is fixed: a ring file, which any user may have written, does not choose the signal. It
 # is in the middle of the real-time signals, because glibc uses the first ones. Schedulers use
@@ -39,6 +48,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 16
 WITHOUT_STACKS = -1  # in a ring's stack_fd: the process is watched, but cannot dump its stacks
 WAIT_S = 3.0  # on a machine with more processes than cores, some answer late
 _POLL_S = 0.01
+_MOST_IN_CALLS = 4  # threads that are asked because they are in a call
 _MOST_BYTES = 1 << 18  # of one answer; faulthandler writes 100 frames of a thread at most
 _MOST_KEPT = 1 << 22  # bytes of a rank's memory file, which is emptied before it gets larger
 _PY_SPY_TIMEOUT_S = 30.0  # for one process
@@ -86,15 +96,22 @@ def unregister_stack_dump(ring: mmap.mmap) -> None:
     put(ring, "stack_fd", 0)
 
 
-def request_stacks(headers: Iterable[Header]) -> dict[int, str]:
+def request_stacks(
+    headers: Iterable[Header], in_calls: Mapping[int, Sequence[int]] | None = None
+) -> dict[int, str]:
     """Return the stacks of the ranks of this host that dump them, by rank.
 
     The call takes at most ``WAIT_S`` seconds. A rank that does not answer in time is left out.
+
+    Args:
+        headers: The headers of the ranks' rings.
+        in_calls: By rank, the kernel's ids of threads with a call that has not ended. They are
+            asked besides the main and the training thread.
     """
     files: dict[int, _Dump] = {}
     for header in headers:
         if header.stack_fd > 0 and _answers(header):
-            dump = _Dump(header)
+            dump = _Dump(header, (in_calls or {}).get(header.rank, ()))
             if dump.ask():
                 files[header.rank] = dump
     deadline = time.monotonic() + WAIT_S
@@ -126,17 +143,19 @@ class _Dump:
     """The parts of a process's memory file that its threads write after the signal.
 
     They get the signal one after another: ``faulthandler`` writes line by line, and the lines of
-    two stacks would mix. They share ``WAIT_S`` evenly.
+    two stacks would mix. A thread that does not answer takes half of ``WAIT_S`` at most.
     """
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, in_calls: Sequence[int] = ()) -> None:
         self._pid = header.pid
         self._path = f"/proc/{header.pid}/fd/{header.stack_fd}"
         self._trains = _training_thread(header)
+        self._in_calls = _other_threads(header, in_calls)
         self._left = [self._pid]  # the threads without the signal so far
-        if self._trains and self._pid != os.getpid():
-            self._left.append(self._trains)
-        self._share_s = WAIT_S / len(self._left)
+        if self._pid != os.getpid():
+            self._left += [*([self._trains] if self._trains else []), *self._in_calls]
+        self._threads = list(self._left)
+        self._share_s = WAIT_S / min(2, len(self._left))  # most answer at once
         self._texts: list[str] = []
         self._from = self._last = 0
         self._steady, self._until = 0, 0.0
@@ -185,18 +204,27 @@ class _Dump:
     def text(self) -> str:
         """Return the stacks that were written, the training thread's first."""
         texts = [*self._texts, self._read()] if self._until else self._texts
-        main, *others = texts
         if self._pid == os.getpid():
-            return mark_training_thread(with_names(main), _pthread_id(self._trains))
-        # An answer does not name its thread. If the main thread was late, this may be its answer.
-        trains = next((text for text in others if main and _WHOLE.match(text)), "")
-        if not trains:
+            text = mark_training_thread(with_names(texts[0]), _pthread_id(self._trains))
+            for thread in self._in_calls:
+                text = mark_thread(text, _pthread_id(thread), IN_CALL)
+            return text
+        # An answer does not name its thread. If an earlier one was late, this may be its answer.
+        main = texts[0]
+        if len(texts) < 2 or not main:
             return main
-        named = (
-            (trains, f"Thread {self._trains} {TRAINS}most recent call first):"),
-            (main, f'Thread {self._pid} (most recent call first): "MainThread"'),
-        )
-        return "\n\n".join(f"{name}\n{text.partition(chr(10))[2]}" for text, name in named if text)
+        marks = {self._trains: TRAINS, self._pid: "("} | dict.fromkeys(self._in_calls, IN_CALL)
+        names = {self._pid: ' "MainThread"'}
+        stacks = {
+            thread: f"Thread {thread} {marks[thread]}most recent call first):"
+            f"{names.get(thread, '')}\n{text.partition(chr(10))[2]}"
+            for thread, text in zip(self._threads, texts, strict=False)
+            if thread == self._pid or _WHOLE.match(text)
+        }
+        if len(stacks) < 2:
+            return main
+        order = (self._trains, self._pid, *self._in_calls)
+        return "\n\n".join(stacks[thread] for thread in order if thread in stacks)
 
     def _read(self) -> str:
         try:
@@ -218,6 +246,13 @@ def _training_thread(header: Header) -> int:
     thread = header.train_thread
     is_other = thread not in (0, header.pid) and Path(f"/proc/{header.pid}/task/{thread}").exists()
     return thread if is_other else 0
+
+
+def _other_threads(header: Header, threads: Sequence[int]) -> list[int]:
+    """Return a few of some threads that still run and are neither the main nor the training one."""
+    others = [thread for thread in threads if thread not in (0, header.pid, header.train_thread)]
+    tasks = Path(f"/proc/{header.pid}/task")
+    return [thread for thread in others if (tasks / str(thread)).exists()][:_MOST_IN_CALLS]
 
 
 def _tgkill(pid: int, thread: int, number: int) -> None:
@@ -243,14 +278,17 @@ def _pthread_id(thread: int) -> str:
 # --- from py-spy, or else from the rank itself ---
 
 
-def stacks_of(run: Run, ranks: Sequence[int]) -> dict[int, str]:
+def stacks_of(
+    run: Run, ranks: Sequence[int], in_calls: Mapping[int, Sequence[int]] | None = None
+) -> dict[int, str]:
     """Return the stacks of those of the ranks that run on this host and can be inspected.
 
     An archive gives none: what its ranks do now says nothing about the time when it was made.
 
     py-spy, if it is installed, inspects the first ranks; it takes a second for each. The others
-    dump their stacks themselves.
+    dump their stacks themselves. ``in_calls``: see ``request_stacks``.
     """
+    in_calls = in_calls or {}
     if run.source is not None and not run.source.is_dir():
         return {}
     wanted = set(ranks)
@@ -267,8 +305,12 @@ def stacks_of(run: Run, ranks: Sequence[int]) -> dict[int, str]:
             for header, text in zip(first, texts, strict=True):
                 if text:
                     thread = _training_thread(header)
-                    stacks[header.rank] = mark_training_thread(text, str(thread or ""))
-    stacks.update(request_stacks([header for header in here if header.rank not in stacks]))
+                    text = mark_training_thread(text, str(thread or ""))
+                    for other in _other_threads(header, in_calls.get(header.rank, ())):
+                        text = mark_thread(text, str(other), IN_CALL)
+                    stacks[header.rank] = text
+    rest = [header for header in here if header.rank not in stacks]
+    stacks.update(request_stacks(rest, in_calls))
     return {rank: tidy(stacks[rank]) for rank in ranks if rank in stacks}
 
 

@@ -74,6 +74,15 @@ def _side(fact: Fact, live: bool) -> str:
     return f"{name_ranks(who(fact))}: {name_op(call)}{place}{values}"
 
 
+def _two_threads(fact: Fact, live: bool) -> str:
+    whose = "its" if len(who(fact).numbers) == 1 else "their"
+    have = verbs_for(2, live).have
+    return (
+        f"{name_ranks(who(fact))}: two of {whose} threads {have} calls in group "
+        f"{fact.value('group')} at once, and nothing keeps those in the order of the other members"
+    )
+
+
 def _in_join(fact: Fact, live: bool) -> str:
     count = len(who(fact).numbers)
     verbs = verbs_for(count, live=True)
@@ -192,6 +201,7 @@ LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.RECEIVES: _side,
     Relation.ISSUED: _side,
     Relation.IN_JOIN: _in_join,
+    Relation.TWO_THREADS: _two_threads,
     Relation.ENDED_WITHOUT_RECORDS: _ended_without_records,
     Relation.HAD_NO_GROUP: _had_no_group,
     Relation.NOT_KNOWN: _not_known,

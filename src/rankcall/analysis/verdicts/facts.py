@@ -85,6 +85,7 @@ class Relation(str, Enum):
     # The ranks made so many turns of a loop more, which begins with the call, and then issued what
     # the others had issued in place of it
     LOOPED_AGAIN = "looped_again"
+    TWO_THREADS = "two_threads"  # of each rank, calls in the group have not ended. values: group
     IN_JOIN = "in_join"  # the call of the ranks is one of their Join's, and that of the others not
     SHIFTED = "shifted"  # at least 3 calls equal those of the others this number of calls on
     PASSED = "passed"  # the ranks passed these values to the call. values: by field
