@@ -268,8 +268,8 @@ def _turns_more(longer: History, shorter: History, seq: int) -> int:
     apart = [
         distance
         for distance in range(1, _LONGEST_TURN + 1)
-        for (one, other) in ((shorter, longer), (longer, shorter))
-        if one[seq] == other.get(seq + distance)
+        for ahead, behind in ((shorter, longer), (longer, shorter))
+        if ahead[seq] == behind.get(seq + distance)
     ]
     for length in range(1, _LONGEST_TURN + 1):
         turn = [shorter.get(seq - length + at) for at in range(length)]
