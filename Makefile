@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup setup-integrations browser fuzzer demo test test-long has-torch-for-nccl test-nccl test-upstream lint prose bench gpu docs dist clean
+.PHONY: setup setup-integrations browser fuzzer demo test test-long test-nccl test-upstream lint prose bench gpu docs dist clean
 
 setup: $(INSTALLED)
 
@@ -87,11 +87,6 @@ $(NCCL)/.installed: pyproject.toml devices/pyproject.toml constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/$(NCCL)/constraints.txt $(NCCL)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    torch===$(TORCH) -e '.[torch,report]' -e devices hypothesis numpy pytest pytest-timeout pytest-xdist
 	@touch $@
-
-# Succeed if pip finds that torch for this machine. Nothing is installed.
-has-torch-for-nccl:
-	$(PYTHON) -m pip install --disable-pip-version-check --quiet --dry-run --ignore-installed \
-	    --no-deps torch===$(TORCH)
 
 # `make test-nccl FAST=` runs the slow tests as well: all scenarios of hangs with both captures.
 FAST := -m 'not slow'
