@@ -185,9 +185,11 @@ def try_job(programs: Path, folder: Path, *, compiles: bool = True) -> None:
     (folder / "train.py").write_text(JOB)
     with step("  rankcall run, two ranks"):
         call(rankcall, "run", "--nproc-per-node", str(RANKS), "train.py", cwd=folder, env=env)
+    # The run is named: without a name, a command takes the only job that is live on this host.
+    run = folder / "rankcall-runs" / "latest"
     with step("  rankcall report"):
-        call(rankcall, "report", cwd=folder, env=env)
-        report = json.loads(call(rankcall, "report", "--json", cwd=folder, env=env))
+        call(rankcall, "report", run, cwd=folder, env=env)
+        report = json.loads(call(rankcall, "report", run, "--json", cwd=folder, env=env))
         calls = {row["op"]: row["count"] for row in report["collectives"]}
         seen = len(report["ranks"]), calls.get("all_reduce"), report["problems"]
         if seen != (RANKS, STEPS, []):
@@ -197,7 +199,7 @@ def try_job(programs: Path, folder: Path, *, compiles: bool = True) -> None:
             raise Failed(f"without a compiler, the job was recorded by {captures}")
     with step("  rankcall diagnose --json"):
         # The status is 1 if there is a finding. On a busy machine, a rank can be late in each step.
-        text = call(rankcall, "diagnose", "--json", cwd=folder, env=env, statuses=(0, 1))
+        text = call(rankcall, "diagnose", run, "--json", cwd=folder, env=env, statuses=(0, 1))
         verdict = json.loads(text)["verdict"]
         if verdict not in ("healthy", "straggler", "slow_link"):
             raise Failed(f"the verdict on a job that ended well is {verdict}:\n{text}")
