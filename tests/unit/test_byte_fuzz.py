@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from byte_fuzz import fuzz
 from dumps import Fault, simulate, write_dumps
-from ring_fuzz import sound_bytes
+from ring_fuzz import _record_field, apply, sound_bytes
 
 from rankcall.analysis import node_snapshot
 from rankcall.analysis.logs import diagnose_logs
@@ -32,6 +32,7 @@ from rankcall.job.posts import Posts
 from rankcall.job.sealing import sealed
 from rankcall.job.viewers import Questions
 from rankcall.packed_json import pack
+from rankcall.record import RECORD
 from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.run.archive import pack as pack_files
 from rankcall.run.load import load
@@ -214,6 +215,13 @@ def test_any_bytes(name: str, tmp_path: Path) -> None:
     for seed in target.seeds:
         target.read(seed)
     assert fuzz(target.read, target.seeds, target.allowed, times=_TIMES) == _TIMES
+
+
+def test_a_signalling_nan(tmp_path: Path) -> None:
+    """A device time that is a signalling NaN made numpy warn on stderr."""
+    nan = {4: 0x7F80_0001, 8: 0x7FF0_0000_0000_0001}[RECORD["device_ms"].itemsize]
+    data = apply([_record_field(slot, "device_ms", nan) for slot in range(64)])
+    _ring(tmp_path).read(data)
 
 
 @pytest.mark.slow

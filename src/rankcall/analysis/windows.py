@@ -124,7 +124,8 @@ class Windows:
                 calls["flags"][kept["error"] == key] |= PEER_CLOSED
         on_device = kept["flags"] & FLAG_DEVICE != 0
         calls["flags"][on_device & (kept["started_ns"] > 0)] |= START_SEEN
-        calls["took_s"] = np.where(on_device, kept["device_ms"] / 1e3, np.nan)
+        with np.errstate(invalid="ignore"):  # a damaged record may hold any kind of NaN
+            calls["took_s"] = np.where(on_device, kept["device_ms"] / 1e3, np.nan)
         over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)
         last_ns = 0
         if len(ring.records):
