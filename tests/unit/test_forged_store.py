@@ -29,6 +29,7 @@ from rankcall.c10d.client import perform
 from rankcall.c10d.parts import publish_once
 from rankcall.job import other_nodes
 from rankcall.job.choice import KEY, Choice, agree
+from rankcall.job.choice import decode as decode_choice
 from rankcall.job.other_nodes import Exchange, Unreachable, Untrusted
 from rankcall.job.posts import PART_BYTES, Posts
 from rankcall.job.sealing import SECRET, ForgedError, job_secret, sealed
@@ -348,3 +349,9 @@ def test_what_rpc_workers_read(key: str, value: str, message: str) -> None:
         steps = claiming("w", 0, 2)
     with pytest.raises(RuntimeError, match=message):
         perform(store, 5.0, steps)
+
+
+def test_a_choice_with_an_infinite_attempt() -> None:
+    """It is not a choice; the error was an OverflowError."""
+    with pytest.raises(ValueError, match="not the choice of a run"):
+        decode_choice(b'{"run_dir": "/tmp/x", "attempt": 1e999}')

@@ -35,7 +35,7 @@ def decode(published: bytes) -> Choice:
     try:
         fields = json.loads(published)
         run_dir, attempt = Path(fields["run_dir"]), int(fields["attempt"])
-    except (TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"not the choice of a run: {published[:200]!r}") from error
     if not run_dir.is_absolute() or not 0 <= attempt < MOST_ATTEMPTS:
         raise ValueError(f"not the choice of a run: {published[:200]!r}")
