@@ -94,7 +94,7 @@ def trap_join() -> None:
     """Leave a Join's listening thread blocked in a request to the store."""
     from rankcall.join.error_channel import ErrorChannel
 
-    channel = ErrorChannel([0, 1], lambda: 0)
+    channel = ErrorChannel([0, 1], lambda: 0, lambda: 0)
     channel.start()
     assert channel._thread is not None
     assert channel._thread.is_alive()

@@ -25,16 +25,16 @@ SRC = Path(cli.__file__).parents[2]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Return a run of two ranks; rank 1 comes 3 ms late to each of five collectives."""
+    """Return a run of two ranks; rank 1 comes 60 ms late to each of twenty collectives."""
     return write_world(
-        tmp_path / "run", [call for n in range(5) for call in late_collective(n, group_of(2))]
+        tmp_path / "run", [call for n in range(20) for call in late_collective(n, group_of(2))]
     )
 
 
 def late_collective(number: int, group: Group) -> list[Call]:
     """Return a collective that rank 1 is late to."""
-    start = 5 * number * MS
-    return together(number + 1, [start, start + 3 * MS], start + 4 * MS, group)
+    start = 100 * number * MS
+    return together(number + 1, [start, start + 60 * MS], start + 80 * MS, group)
 
 
 def rankcall(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,7 @@ def test_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report goes to stdout, nothing to stderr, and the status is 0."""
     assert main(["report", str(run)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("Rank 1 (node-a) came last in 100 % of 5 collectives")
+    assert out.startswith("Rank 1 (node-a) came last in 100 % of 20 collectives")
     assert err == ""
 
 
@@ -148,14 +148,14 @@ def test_what_stopped_the_run_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool
 ) -> None:
     """The missing rank of a hung run is named before the stragglers."""
-    calls = [call for number in range(5) for call in late_collective(number, PAIR)]
+    calls = [call for number in range(20) for call in late_collective(number, PAIR)]
     if not ended:
         calls.append(Call(0, 6, 25 * MS, None, line=17))
     beats = None if ended else dict.fromkeys(range(2), (5000 * MS, 5000 * MS))
     run = write_world(tmp_path / "run", calls, closed=lambda rank: ended, beats=beats)
     assert main(["report", str(run)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    late = out.index("Rank 1 (node-a) came last in 100 % of 5 collectives")
+    late = out.index("Rank 1 (node-a) came last in 100 % of 20 collectives")
     if ended:
         assert late == 0
         assert "rankcall diagnose" not in out

@@ -103,12 +103,12 @@ def test_all_views_say_the_same(tmp_path: Path) -> None:
 def test_a_verdict_of_an_older_version(
     tmp_path: Path, in_call: bool, failed: bool, how: str
 ) -> None:
-    """Version 0.1 says how a rank stands by two flags."""
+    """Version 0.1 says how a rank stands by two flags. The job has one rank, and so its group."""
     written = json.loads(encode(diagnose_calls(tmp_path, [Call(0, 1, 0, MS)], states={})))
     row = written["ranks"][0]
     del row["stands"]
     row |= {"in_call": in_call, "failed": failed}
     (position,) = decode(json.dumps(written).encode()).ranks
     assert position == RankPosition(
-        position.process, how, "0", 2, 1, "all_reduce", "train.py:1", "", position.age_s
+        position.process, how, "0", 1, 1, "all_reduce", "train.py:1", "", position.age_s
     )
