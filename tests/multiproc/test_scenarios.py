@@ -199,7 +199,7 @@ MUTANTS: dict[str, tuple[object, str, Any]] = {
     "stopped for killed": (
         Dead,
         "state",
-        lambda self, snapshot, states: Fact(
+        lambda self, snapshot, states, held_s: Fact(
             R.STOPPED, facts.ranks_of(snapshot, [state.rank for state in states])
         ),
     ),

@@ -150,8 +150,8 @@ def test_what_stopped_the_run_comes_first(
     """The missing rank of a hung run is named before the stragglers."""
     calls = [call for number in range(20) for call in late_collective(number, PAIR)]
     if not ended:
-        calls.append(Call(0, 6, 25 * MS, None, line=17))
-    beats = None if ended else dict.fromkeys(range(2), (5000 * MS, 5000 * MS))
+        calls.append(Call(0, 21, 2000 * MS, None, line=17))
+    beats = None if ended else dict.fromkeys(range(2), (90_000 * MS, 90_000 * MS))
     run = write_world(tmp_path / "run", calls, closed=lambda rank: ended, beats=beats)
     assert main(["report", str(run)]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -162,7 +162,7 @@ def test_what_stopped_the_run_comes_first(
     else:
         first = out[:late]
         assert first.startswith("Rank 1 (node-a, pid ")
-        assert "all_reduce #6 of group 0 at train.py:17" in first
+        assert "all_reduce #21 of group 0 at train.py:17" in first
         assert first.endswith("Where each rank stands: rankcall diagnose. Until then ")
 
 
