@@ -74,7 +74,7 @@ def test_the_watcher_names_it_while_the_rank_is_missing(tmp_path: Path) -> None:
 
 
 SHARES_A_CPU = """
-import os, subprocess, sys, time
+import contextlib, os, subprocess, sys, time
 import torch, torch.distributed as dist
 
 dist.init_process_group("gloo")
@@ -83,7 +83,8 @@ busy = []
 if rank:
     cpu = min(os.sched_getaffinity(0))
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {cpu})
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), {cpu})
     loop = f"import os; os.sched_setaffinity(0, {{{cpu}}})\\nwhile True: pass"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(4)]
 try:

@@ -309,7 +309,13 @@ def _ranks_of_digits(rank: int) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "content",
-    [_groups_that_share_a_list, _one_entry_again_and_again, _groups_of_all_ranks, _ranks_of_digits],
+    [
+        _groups_that_share_a_list,
+        _one_entry_again_and_again,
+        # Until the budget of a minute is spent.
+        pytest.param(_groups_of_all_ranks, marks=pytest.mark.slow),
+        _ranks_of_digits,
+    ],
     ids=lambda content: content.__name__.strip("_"),
 )
 def test_small_dumps_take_little_memory(

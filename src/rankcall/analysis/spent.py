@@ -39,6 +39,7 @@ Spent = npt.NDArray[Any]
 TIMES = (SPENT.names or ())[2:]
 _COUNTERS = TIMES[1:]
 _OF_THREAD = frozenset(("runnable_s", "disk_wait_s"))
+_OF_ALL_CPUS = frozenset(("throttled_s",))  # a sum, which may be longer than the time
 _S = 1e9
 
 
@@ -97,6 +98,10 @@ def spent_in(rank: RankSamples, window: int) -> Spent:
         collects_s = (rank.until_ns - max(rank.gc_since_ns, begin_ns)) / _S
         for name in ("gc_s", "full_gc_s"):
             row[name] = np.nan_to_num(row[name]) + collects_s
+    for name in _COUNTERS:
+        # A collection counts when it ends, so with its time before the window as well.
+        if name not in _OF_ALL_CPUS:
+            row[name] = np.minimum(row[name], row["seconds"])
     return row if row["seconds"][0] > 0 else row[:0]
 
 
