@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,15 @@ from rankcall.analysis.arrivals import (
 from rankcall.analysis.charging import WaitTotals, shares
 from rankcall.analysis.clocks import HostClock, align_messages
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, MessageTable, present
+from rankcall.analysis.waiting import covered
 
 
 @dataclass
 class Measured:
     """Some collectives or messages of one group, one element each. Times in ns.
 
-    NaN if no member finished it. ``rank`` and ``begin``: of messages only, of their records.
+    NaN if no member finished it. ``ranks``: of a message its rank, of collectives the members.
+    ``began`` and ``ended``: of each message, or ``[member, collective]``.
     """
 
     op: npt.NDArray[np.uint8]
@@ -38,8 +40,34 @@ class Measured:
     spent: Floats  # by all members together
     waited: Floats  # by all members together
     source: npt.NDArray[np.uint8]  # of its times: HOST, DEVICE or ISSUE
-    rank: Ints | None = None
-    begin: Ints | None = None
+    ranks: npt.NDArray[Any]
+    began: Ints
+    ended: Ints
+
+    def spent_by_rank(self, rows: npt.NDArray[np.intp]) -> Iterator[tuple[int, float]]:
+        """Yield how long each rank was in any of some ops, ns; leave out ranks that ended none."""
+        if self.began.ndim == 2:
+            whole = len(rows) == self.began.shape[1]
+            began, ended = (
+                times if whole else times[:, rows] for times in (self.began, self.ended)
+            )
+            for row, rank in enumerate(self.ranks.tolist()):
+                here = present(ended[row])
+                if here.any():
+                    yield rank, _covered(began[row][here], ended[row][here])
+            return
+        rows = rows[present(self.ended[rows])]
+        for rank in np.unique(self.ranks[rows]).tolist():
+            mine = rows[self.ranks[rows] == rank]
+            yield rank, _covered(self.began[mine], self.ended[mine])
+
+
+def _covered(began: Ints, ended: Ints) -> float:
+    """Return how much time intervals cover together."""
+    if np.any(began[1:] < began[:-1]):
+        order = np.argsort(began, kind="stable")
+        began, ended = began[order], ended[order]
+    return covered(began, ended)
 
 
 def measure_collectives(
@@ -49,7 +77,17 @@ def measure_collectives(
     count = len(table.seq)
     transfer, mean, spent, waits = (np.full(count, np.nan) for _ in range(4))
     measured = Measured(
-        table.op, table.bytes, table.size, transfer, mean, spent, waits, table.source
+        table.op,
+        table.bytes,
+        table.size,
+        transfer,
+        mean,
+        spent,
+        waits,
+        table.source,
+        table.ranks,
+        table.started,
+        table.completed,
     )
     measured.waited[:] = waited.sum(axis=0)
     for kind in (SYNC, FROM_ROOT, TO_ROOT, ~(SYNC | FROM_ROOT | TO_ROOT)):
@@ -84,8 +122,10 @@ def _shares_of_root(table: CollectiveTable, block: Block, waited: Ints) -> Float
 
 def _only(measured: Measured, rows: npt.NDArray[Any]) -> Measured:
     """Leave out sequence numbers that no member has a record of (a gap in all rings)."""
-    columns = (column[rows] for column in vars(measured).values() if column is not None)
-    return Measured(*columns)
+    columns = {
+        name: column[..., rows] for name, column in vars(measured).items() if name != "ranks"
+    }
+    return Measured(**columns, ranks=measured.ranks)
 
 
 def _durations(block: Block, measured: Measured, *, slowest: bool) -> None:
@@ -147,4 +187,5 @@ def measure_messages(
         columns["source"],
         columns["rank"],
         columns["started"],
+        columns["completed"],
     )

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.collectives import in_order
 from rankcall.analysis.snapshot import COLLECTIVE, Calls, Snapshot
+from rankcall.analysis.windows import known_since_s
 from rankcall.record import FLAG_DEVICE
 
 Floats = npt.NDArray[np.float64]
@@ -21,7 +22,8 @@ _RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job t
 class Pace:
     """How fast a job goes. None: too little is on record.
 
-    ``share``: of the time, spent in communication. None on devices without device times, too.
+    ``share``: of the time of all ranks, spent in communication. None on devices without device
+    times, too.
     """
 
     steps_per_s: float | None
@@ -42,7 +44,7 @@ def quiet_s(snapshot: Snapshot) -> npt.NDArray[np.float64]:
 
 
 def pace(snapshot: Snapshot) -> Pace:
-    """Measure the newest calls; each figure is the median over the ranks.
+    """Measure the newest calls; rates are the median over the ranks.
 
     Of a job that runs, the calls of the last seconds count: older calls say nothing about its pace
     now.
@@ -54,6 +56,9 @@ def pace(snapshot: Snapshot) -> Pace:
         if len(snapshot.calls) and not len(newest):
             return Pace(0.0 if step else None, 0.0, None)
         snapshot = replace(snapshot, calls=newest)
+    else:
+        all_known = snapshot.calls["age_s"] <= known_since_s(snapshot.calls)
+        snapshot = replace(snapshot, calls=snapshot.calls[all_known])
     return Pace(1 / step if step else None, *_busy(snapshot))
 
 
@@ -89,7 +94,7 @@ def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
     busy = np.bincount(rank, weights=inside)[ranks]
     return (
         float(np.median(count[enough] / span[enough])),
-        float(np.median(np.minimum(busy[enough] / span[enough], 1.0))) if is_known else None,
+        min(float(busy[enough].sum() / span[enough].sum()), 1.0) if is_known else None,
     )
 
 

@@ -51,7 +51,7 @@ class Figures:
 
 
 def recent_figures(snapshot: Snapshot) -> Figures:
-    """Measure the newest calls of each rank."""
+    """Measure the newest calls of all ranks."""
     speed = pace(snapshot)
     recent = recent_calls(_newest(snapshot))
     if (not recent.tables and not recent.messages) or recent.seconds <= 0:
@@ -84,14 +84,13 @@ def recent_figures(snapshot: Snapshot) -> Figures:
 
 
 def _newest(snapshot: Snapshot) -> Snapshot:
-    """Keep the newest calls of each rank, fewer of each the more ranks there are."""
+    """Keep the calls of a shorter time if there are many, the same time for all ranks."""
     calls = snapshot.calls
-    if len(calls) <= _NEWEST_CALLS:
+    most = max(_NEWEST_CALLS, 16 * len(snapshot.ranks))
+    if len(calls) <= most:
         return snapshot
-    calls_per_rank = max(16, _NEWEST_CALLS // max(1, len(snapshot.ranks)))
-    newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
-    np.maximum.at(newest, calls["rank"], calls["index"])
-    return replace(snapshot, calls=calls[calls["index"] > newest[calls["rank"]] - calls_per_rank])
+    since_s = np.partition(calls["age_s"], most)[most]
+    return replace(snapshot, calls=calls[calls["age_s"] <= since_s])
 
 
 def _late(snapshot: Snapshot, totals: WaitTotals) -> Iterator[LateRank]:

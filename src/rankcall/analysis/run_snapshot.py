@@ -90,7 +90,8 @@ class SnapshotBuilder:
         self._heads = select_rings(run.heads, self._problems)
         self._mixed = lived_apart(self._heads, self._problems)
         self._chosen = {head.path.name for head in self._heads}
-        self._size = window_size(len(self._chosen)) if window is None else window
+        over = all(head.header.closed_ns for head in self._heads)
+        self._size = window_size(len(self._chosen), over=over) if window is None else window
         self._windows = windows or Windows()
         self._windows.begin(self._chosen)
         self._noted = read_states(run.path) if run.path.is_dir() else {}

@@ -196,10 +196,10 @@ def _by_step(
     return step[first], share, lasts
 
 
-def median_share(shares: Sequence[RankShare]) -> float | None:
-    """Return the median over the ranks of their share of the whole run."""
-    known = [ring_share.share for ring_share in shares if ring_share.share is not None]
-    return float(np.median(known)) if known else None
+def share_of_all(shares: Sequence[RankShare]) -> float | None:
+    """Return the share of the time of all ranks together."""
+    span_ns = sum(ring_share.span_ns for ring_share in shares)
+    return sum(ring_share.busy_ns for ring_share in shares) / span_ns if span_ns > 0 else None
 
 
 def by_step(shares: Sequence[RankShare]) -> list[StepShare]:
@@ -257,10 +257,12 @@ class RunTables:
     ranks: list[RankRow] = field(default_factory=list)
     tables: list[CollectiveTable] = field(default_factory=list)
     messages: list[MessageTable] = field(default_factory=list)
-    first_ns: list[int] = field(default_factory=list)
-    last_ns: list[int] = field(default_factory=list)
-    step_begins: list[Ints] = field(default_factory=list)  # aligned by the hosts' anchors only
-    turns: list[Ints] = field(default_factory=list)  # the same, of calls: see ``turns_of``
+    # Once all are lined up, aligned ns: the first arrival and the last end, and by ring, when its
+    # steps began, and ``turns_of`` its calls.
+    span: tuple[int, int] = (0, 0)
+    step_begins: list[Ints] = field(default_factory=list)
+    turns: list[Ints] = field(default_factory=list)
+    _moments: list[_Moments] = field(default_factory=list)
     _collectives: dict[tuple[Session, Group], list[RankCollectives]] = field(default_factory=dict)
     _messages: dict[tuple[Session, Group], list[RankMessages]] = field(default_factory=dict)
 
@@ -274,12 +276,10 @@ class RunTables:
         self.sites.add(head.rank, columns, ring.tables)
         self.ranks.append(_rank_row(ring, share))
         if len(ring.records):
-            times = columns["enqueued_ns"], columns["completed_ns"]
-            base = self.clocks.hosts[host].base
-            self.first_ns.append(int(times[0].min()) + base)
-            self.last_ns.append(max(int(column.max()) for column in times) + base)
-            self.step_begins.append(_step_begins(columns) + base)
-            self.turns.append(turns_of(columns["enqueued_ns"]) + base)
+            issued, ended = columns["enqueued_ns"], columns["completed_ns"]
+            span = np.array([issued.min(), max(issued.max(), ended.max())])
+            moments = _Moments(host, span, _step_begins(columns), turns_of(issued))
+            self._moments.append(moments)
         by_group = split_by_group(ring, columns, host)
         for group, member in by_group.collectives.items():
             members = self._collectives.setdefault((session, group), [])
@@ -294,11 +294,6 @@ class RunTables:
         """How long each rank waited in each of its ops."""
         return waits_of(self.tables, self.messages, self.clocks.hosts)
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first arrival and the last end, by the hosts' anchors."""
-        return min(self.first_ns, default=0), max(self.last_ns, default=0)
-
     def line_up(self) -> None:
         """Line up the members of each group, once all rings have been added."""
         self.tables = [
@@ -309,6 +304,34 @@ class RunTables:
         self._messages.clear()
         align_hosts(self.clocks.hosts, self.tables)
         end_together(self.tables, self.messages, self.clocks.hosts)
+        self._align_moments()
+
+    def _align_moments(self) -> None:
+        """Bring the rings' moments onto the clock of the arrivals.
+
+        By the hosts' anchors alone, they were as far apart as the hosts' clocks of the day, and the
+        parts of the run longer than their calls.
+        """
+        spans = []
+        for moments in self._moments:
+            align = self.clocks.hosts[moments.host].align
+            spans.append(align(moments.span))
+            self.step_begins.append(align(moments.step_begins))
+            self.turns.append(align(moments.turns))
+        if spans:
+            first, last = np.stack(spans).T
+            self.span = int(first.min()), int(last.max())
+        self._moments.clear()
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Moments of one ring, in its host's monotonic ns."""
+
+    host: int
+    span: Ints  # the first arrival, and the last issue or end
+    step_begins: Ints
+    turns: Ints
 
 
 def _step_begins(columns: Columns) -> Ints:

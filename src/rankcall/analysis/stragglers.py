@@ -71,6 +71,7 @@ class Stragglers:
     Attributes:
         ranks: The ranks.
         host: Their host, if all its ranks come late together.
+        caused_s: The waiting that each of them caused.
         share: Their part of all waiting.
         cost: The part of its time that each other rank waited for them, on average.
         along: The part of the steps (or slices) in which they caused most of the waiting.
@@ -82,6 +83,7 @@ class Stragglers:
 
     ranks: tuple[int, ...]
     host: str
+    caused_s: tuple[float, ...]
     share: float
     cost: float
     along: float
@@ -117,8 +119,13 @@ def parts_of(
         ahead: The ops run on devices. A host issues several steps at once there, and waits for all
             of them in the last one, so each part must be long enough for several.
     """
-    begins = max(step_begins, key=len, default=np.zeros(0, np.int64))
-    begins = np.sort(begins)
+    # Of ranks with equally many steps, the one that began first: a rank that is late in the first
+    # step begins it when the others have waited for it already.
+    begins = max(
+        (np.sort(of_rank) for of_rank in step_begins if len(of_rank)),
+        key=lambda of_rank: (len(of_rank), -int(of_rank[0])),
+        default=np.zeros(0, np.int64),
+    )
     inside = np.flatnonzero((begins > begin) & (begins < end))
     if ahead:
         apart = np.linspace(begin, end, _SLICES + 1)[1:-1].astype(np.int64)
@@ -187,6 +194,7 @@ def find_stragglers(
             return Stragglers(
                 late_ranks,
                 whole,
+                tuple((caused[:, list(late_ranks)].sum(axis=0) / 1e9).tolist()),
                 share,
                 min(cost, 1.0),
                 float(leading.mean()),

@@ -21,10 +21,9 @@ from rankcall.analysis.run_tables import (
     StepShare,
     by_step,
     gather,
-    median_share,
+    share_of_all,
 )
 from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of, slow_start
-from rankcall.analysis.waiting import covered
 from rankcall.problems import Problem
 from rankcall.record import BYTES_PER_GB, OPS, bus_factor
 from rankcall.run.joins import JoinSummary
@@ -45,7 +44,7 @@ class Row:
     count: int
     unfinished: int  # collectives that no member finished
     bytes: int
-    total_ms: float | None  # what a member spent in them, on average; of messages, the busiest rank
+    total_ms: float | None  # of the rank that spent most in them; ops that overlap count once
     median_ms: float | None  # of the members' mean durations
     p95_ms: float | None
     transfer_ms: float | None  # median t
@@ -109,7 +108,7 @@ def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]])
         len(mean),
         len(mean) - len(finished),
         sum(count_bytes.tolist()),
-        _total_ns(parts, finished) / 1e6 if len(finished) else None,
+        _total_ns(parts) / 1e6 if len(finished) else None,
         _ms(finished, 50),
         _ms(finished, 95),
         _ms(transfer[~np.isnan(transfer)], 50),
@@ -120,29 +119,16 @@ def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]])
     )
 
 
-def _total_ns(
-    parts: list[tuple[Source, npt.NDArray[np.intp]]], means: npt.NDArray[np.float64]
-) -> float:
-    """Return the time that a member spent in collectives, or the busiest rank in messages.
+def _total_ns(parts: list[tuple[Source, npt.NDArray[np.intp]]]) -> float:
+    """Return the time that the busiest rank spent in some ops.
 
-    A rank may issue many messages at once. The time in which any is in flight counts once.
+    A rank may have many of them in flight at once. The time in which any is counts once.
     """
-    spent: dict[int, list[npt.NDArray[np.int64]]] = {}
+    totals: dict[int, float] = {}
     for source, rows in parts:
-        measured = source.measured
-        if measured.rank is None or measured.begin is None:
-            return float(means.sum())
-        ended = rows[~np.isnan(measured.mean[rows])]
-        for rank in np.unique(measured.rank[ended]).tolist():
-            mine = ended[measured.rank[ended] == rank]
-            lasted = measured.mean[mine].astype(np.int64)
-            spent.setdefault(rank, []).append(np.stack([measured.begin[mine], lasted]))
-    totals = [0.0]
-    for columns in spent.values():
-        begin, lasted = np.concatenate(columns, axis=1)
-        order = np.argsort(begin, kind="stable")
-        totals.append(covered(begin[order], begin[order] + lasted[order]))
-    return max(totals)
+        for rank, spent_ns in source.measured.spent_by_rank(rows):
+            totals[rank] = totals.get(rank, 0.0) + spent_ns
+    return max(totals.values(), default=0.0)
 
 
 def _ms(times: npt.NDArray[np.float64], percent: float) -> float | None:
@@ -187,11 +173,17 @@ class Summary:
     slow_start_ms: float  # the time of the first steps, if they took far longer than the others
     waiting_ms: float  # of all ranks together
     spent_ms: float  # by all ranks together, in collectives and messages
+    elapsed_ms: float  # of all ranks together, each from its first op to the end of its last
     call_sites: list[SiteRow]
-    comm_share: float | None
+    comm_share: float | None  # of the time of all ranks together
     steps: list[StepShare]
     joins: list[JoinSummary]
     problems: list[Problem]
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time of all ranks together that they waited for each other."""
+        return min(1.0, self.waiting_ms / self.elapsed_ms) if self.elapsed_ms > 0 else 0.0
 
     @property
     def records(self) -> int:
@@ -256,8 +248,9 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         slow_start_ms=float(parts.lengths[: slow_start(parts)].sum()) / 1e6,
         waiting_ms=float(totals.caused.sum()) / 1e6,
         spent_ms=sum(float(source.measured.spent.sum()) for source in sources) / 1e6,
+        elapsed_ms=sum(share.span_ns for share in run_tables.shares) / 1e6,
         call_sites=run_tables.sites.rows(),
-        comm_share=median_share(run_tables.shares),
+        comm_share=share_of_all(run_tables.shares),
         steps=by_step(run_tables.shares),
         joins=run.joins,
         problems=list(run.problems),
@@ -266,13 +259,14 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
 
 def _when(run: Run, run_tables: RunTables) -> tuple[int | None, float]:
     """Return the epoch ns at which the first op was issued and the ms from then to the last end."""
-    if not run_tables.first_ns:
+    if not run_tables.turns:
         return None, 0.0
-    first = min(run_tables.first_ns)
+    first, last = run_tables.span
     head = run.heads[0].header
-    base = run_tables.clocks.hosts[run_tables.clocks.of_ring(head)].base
-    epoch = first - base + head.anchor_epoch_ns - head.anchor_mono_ns
-    return epoch, (max(run_tables.last_ns) - first) / 1e6
+    clock = run_tables.clocks.hosts[run_tables.clocks.of_ring(head)]
+    ahead = int(clock.align(np.zeros(1, np.int64))[0])
+    epoch = first - ahead + head.anchor_epoch_ns - head.anchor_mono_ns
+    return epoch, (last - first) / 1e6
 
 
 def _stragglers(

@@ -29,7 +29,9 @@ from rankcall.ring.tables import CallSite, Group
 
 Ints = npt.NDArray[np.int64]
 
-_SIZE, _ALL_SIZES = (64, 1024), 1 << 20  # calls kept of a rank: bounds, and of all ranks
+# Calls kept of a rank: the fewest, and the most of a job that goes on and of one that is over.
+_SIZE, _MOST_AFTERWARDS = (64, 1024), 1 << 14
+_ALL_SIZES = 1 << 20  # of all ranks
 _PER_GROUP = 16  # calls kept of each group, however long ago
 LARGEST = 1 << 62  # a larger count, size or time is damage: with it, int64 sums would overflow
 _AS_RECORDED = (
@@ -40,9 +42,32 @@ _AS_RECORDED = (
 _CLOSED = re.compile(r"closed by peer|reset by peer|Broken pipe")
 
 
-def window_size(ranks: int) -> int:
-    """Return how many calls to keep of each of so many ranks."""
-    return min(max(_ALL_SIZES // max(1, ranks), _SIZE[0]), _SIZE[1])
+def window_size(ranks: int, *, over: bool = False) -> int:
+    """Return how many calls to keep of each of so many ranks.
+
+    Of a job that is over, as many as a ring usually holds: a diagnosis then rests on the same calls
+    as a report does.
+    """
+    most = _MOST_AFTERWARDS if over else _SIZE[1]
+    return min(max(_ALL_SIZES // max(1, ranks), _SIZE[0]), most)
+
+
+def known_since_s(calls: Calls) -> float:
+    """Return the age up to which all calls of all ranks are on record; infinity if all ever are.
+
+    A window holds equally many calls of each rank, and some older ones. A rank that issues twice as
+    many calls as another one is known for half as long, and figures over all calls would compare
+    the newest time of one rank with more of the other.
+    """
+    if not len(calls):
+        return np.inf
+    order = np.lexsort((calls["index"], calls["rank"]))
+    rank, index, age = (calls[name][order] for name in ("rank", "index", "age_s"))
+    follows = (rank[1:] == rank[:-1]) & (index[1:] == index[:-1] + 1)
+    begins = np.concatenate([[0], np.flatnonzero(~follows) + 1])
+    is_last_of_rank = np.append(rank[begins[1:]] != rank[begins[:-1]], True)
+    begins = begins[is_last_of_rank]
+    return float(age[begins[index[begins] > 0]].min(initial=np.inf))
 
 
 class Window(NamedTuple):

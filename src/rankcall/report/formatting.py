@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rankcall.analysis.verdicts.wording import IN_HOURS, IN_MINUTES
 from rankcall.printable import clean
 
 # Numbers, names, paragraphs and tables as text for a terminal, and the first sentence of a report.
@@ -21,7 +22,7 @@ from rankcall.printable import clean
 
 
 INDENT = 2  # columns, of what belongs to the line above
-_TIMES = ((60_000.0 * 60, 3_600_000.0, "h"), (60_000.0 * 10, 60_000.0, "min"), (1e3, 1e3, "s"))
+_TIMES = ((IN_HOURS * 1e3, 3.6e6, "h"), (IN_MINUTES * 1e3, 6e4, "min"), (1e3, 1e3, "s"))
 _LEAST = 6  # columns that a shortened name keeps
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 

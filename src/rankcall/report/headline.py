@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankcall.analysis.stragglers import Stragglers
@@ -43,7 +44,7 @@ def headline(summary: Summary) -> Headline:
             "RANKCALL_DEVICE_TIMES=1, the devices' own times are recorded.",
             False,
         )
-    lost = _lost_share(summary)
+    lost = summary.waiting_share
     if summary.late is not None:
         return _blame(summary, summary.late)
     if summary.waiting_ms <= 0 or lost < _WORTH_IT:
@@ -66,12 +67,6 @@ def headline(summary: Summary) -> Headline:
     )
 
 
-def _lost_share(summary: Summary) -> float:
-    """Return the share of the run that a rank waits, on average."""
-    ranks = max(1, len(summary.stragglers))
-    return summary.waiting_ms / ranks / summary.duration_ms if summary.duration_ms else 0.0
-
-
 def _who(straggler: Straggler) -> str:
     return (
         f"rank {straggler.rank} ({clean(straggler.host)})"
@@ -81,10 +76,21 @@ def _who(straggler: Straggler) -> str:
 
 
 def _blame(summary: Summary, late: Stragglers) -> Headline:
-    """Name the ranks that make the others wait, and what that costs."""
+    """Name the ranks that make the others wait, and what that costs.
+
+    All figures are of the time without a slow start, as those of a diagnosis are.
+    """
     named = [straggler for straggler in summary.stragglers if straggler.rank in late.ranks]
-    caused = sum(straggler.caused_wait_ms or 0.0 for straggler in named)
-    total = f"caused {time(caused)} of waiting, {percent(late.share)} of all."
+    caused_s = dict(zip(late.ranks, late.caused_s, strict=True))
+    whole_s = sum(late.caused_s) / late.share
+    after = f" after the first {time(summary.slow_start_ms)}" if summary.slow_start_ms else ""
+
+    def caused(ranks: Sequence[int]) -> str:
+        theirs_s = sum(caused_s[rank] for rank in ranks)
+        share = percent(theirs_s / whole_s)
+        return f"caused {time(theirs_s * 1e3)} of waiting, {share} of all{after}."
+
+    total = caused(late.ranks)
     if late.host:
         text = (
             f"Host {clean(late.host)} is late as a whole: its {plural(len(named), 'rank')} "
@@ -92,7 +98,7 @@ def _blame(summary: Summary, late: Stragglers) -> Headline:
         )
     else:
         text = " ".join(
-            begin_sentence(f"{_who(straggler)} {_cost(straggler)}")
+            begin_sentence(f"{_who(straggler)} {_last(straggler)}{caused([straggler.rank])}")
             for straggler in named[:_MOST_NAMED]
         )
         if len(named) > _MOST_NAMED:
@@ -109,14 +115,8 @@ def _blame(summary: Summary, late: Stragglers) -> Headline:
     return Headline(text, detail, True, late.ranks)
 
 
-def _cost(straggler: Straggler) -> str:
-    last = (
-        f"came last in {percent(straggler.came_last / straggler.collectives)} of "
-        f"{plural(straggler.collectives, 'collective')} and "
-        if straggler.came_last
-        else ""
-    )
-    return (
-        f"{last}caused {time(straggler.caused_wait_ms)} of waiting, "
-        f"{percent(straggler.share)} of all."
-    )
+def _last(straggler: Straggler) -> str:
+    if not straggler.came_last:
+        return ""
+    share = percent(straggler.came_last / straggler.collectives)
+    return f"came last in {share} of {plural(straggler.collectives, 'collective')} and "

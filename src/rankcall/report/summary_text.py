@@ -82,7 +82,10 @@ def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[st
     yield "What ran where", _facts(summary, room)
     if not summary.collectives:
         return
-    yield "By op, group and size (a member's time; bandwidth in GB/s)", _collectives(summary, room)
+    yield (
+        "By op, group and size (the busiest rank's time; bandwidth in GB/s)",
+        _collectives(summary, room),
+    )
     if len(summary.stragglers) > 1 and summary.sources.is_waiting_known:
         yield "Who kept the others waiting", _stragglers(summary, first.ranks, room)
     elif len(summary.stragglers) > 1:
@@ -90,7 +93,7 @@ def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[st
     uneven = [total for total in total_by_rank(summary.joins) if total.shadowed or total.replayed]
     if uneven:
         yield "Uneven inputs (Join): steps without a batch of one's own", _joins(uneven, room)
-    yield "Slowest call sites (a rank's time)", _sites(summary, room)
+    yield "Slowest call sites (the busiest rank's time)", _sites(summary, room)
     if summary.comm_share is not None:
         yield "Time in communication", _comm_share(summary, room)
 
@@ -303,7 +306,7 @@ def _comm_share(summary: Summary, room: int) -> RenderableType:
     shares = sorted(
         (row.comm_share, row.rank) for row in summary.ranks if row.comm_share is not None
     )
-    lines = [f"{percent(summary.comm_share)} of the run (median rank)"]
+    lines = [f"{percent(summary.comm_share)} of all ranks' time"]
     if len(shares) > 1:
         (low, least), (high, most) = shares[0], shares[-1]
         lines[0] += f"; least {percent(low)} (rank {least}), most {percent(high)} (rank {most})"

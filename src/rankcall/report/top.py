@@ -189,7 +189,7 @@ def cells(verdict: Verdict, line: Line, total: int) -> list[str]:
         call = name
     else:
         call = with_verb(first.how, name)
-    ages = "" if not first.op or (moving and line.longest < 1) else _age(line.longest)
+    ages = "" if not first.op or (moving and line.longest < 1) else duration(line.longest)
     return [
         ranks_cell([place.rank for place in line.places]),
         bar(len(line.places) / total),
@@ -198,12 +198,6 @@ def cells(verdict: Verdict, line: Line, total: int) -> list[str]:
         line_cell(verdict, first),
         ages,
     ]
-
-
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def bar(share: float) -> str:

@@ -132,12 +132,14 @@ def _seen_at(fact: Fact, live: bool) -> str:
 
 def _caused_waiting(fact: Fact, live: bool) -> str:
     start = float(fact.value("slow_start_s") or 0.0)
-    left_out = " on record"
+    is_newest = fact.value("of") == "newest"
+    left_out = "" if is_newest else " on record"
     if start:
         left_out = f" (the {duration(start)} before, of far longer steps, are left out)"
     source = " (by the devices' durations)" if fact.value("times") == "device" else ""
     return (
-        f"{fact.number:.0f} % of all waiting in {duration(float(fact.value('span_s')))}{left_out}; "
+        f"{fact.number:.0f} % of all waiting in {'the last ' if is_newest else ''}"
+        f"{duration(float(fact.value('span_s')))}{left_out}; "
         f"most of the waiting in {float(fact.value('along')):.0f} % of its parts{source}"
     )
 

@@ -120,7 +120,8 @@ class Relation(str, Enum):
     # A job that goes on, and is slow.
     MAKES_WAIT = "makes_wait"  # the cost for each other rank, in %. values: since_step
     COMES_LATE = "comes_late"  # to this call, by the median of so many s
-    # Of all waiting, in %. values: span_s, along, slow_start_s, times ("device": durations there)
+    # Of all waiting, in %. values: span_s, of ("newest": the job has issued calls before), along,
+    # slow_start_s, times ("device": durations there)
     CAUSED_WAITING = "caused_waiting"
     CAME_LAST = "came_last"  # in so many % of the group's collectives. values: collectives
     SLOW_TRANSFER = "slow_transfer"  # once all have come, s. values: op, usual_s, compared, message

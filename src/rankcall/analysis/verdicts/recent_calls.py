@@ -1,4 +1,8 @@
-"""Each rank's newest calls, lined up by group on clocks that agree."""
+"""The newest calls of all ranks, lined up by group on clocks that agree.
+
+They are those of one stretch of time, the same for all ranks. A number of calls of each rank would
+be different times: the middle stages of a pipeline issue twice as many as the first and the last.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +36,19 @@ from rankcall.analysis.snapshot import (
     Snapshot,
 )
 from rankcall.analysis.stragglers import turns_of
+from rankcall.analysis.windows import known_since_s
 from rankcall.record import FLAG_DEVICE, bandwidth_sizes
 
-_RECENT, _RECENT_S = 384, 2.0  # calls of a rank; of a fast job, those of its last seconds
+# The time of a job that goes on: in which the ranks issued so many calls (at the median), and at
+# least so many s.
+_RECENT, _RECENT_S = 384, 2.0
 _S = 1e9
 _ONE_LIFE = Session(0, 0)
 
 
 @dataclass
 class RecentCalls:
-    """Each rank's newest calls, as a snapshot and by group, on clocks that agree."""
+    """The newest calls of all ranks, as a snapshot and by group, on clocks that agree."""
 
     snapshot: Snapshot
     tables: list[CollectiveTable]
@@ -50,6 +57,7 @@ class RecentCalls:
     step_begins: list[Ints]  # by rank, aligned ns
     turns: list[Ints]  # by rank, aligned ns: ``stragglers.turns_of`` its calls
     span: tuple[int, int]  # the first arrival and the last end, aligned ns
+    is_cut: bool = False  # the job has issued calls before
 
     @property
     def seconds(self) -> float:
@@ -58,16 +66,28 @@ class RecentCalls:
 
 
 def recent_calls(snapshot: Snapshot) -> RecentCalls:
-    """Line up each rank's newest calls. Older ones say nothing about what is slow now."""
+    """Line up the newest calls. Of a job that goes on, older ones say nothing about it now.
+
+    Of one that is over, all calls count that are on record of all ranks, as in a report.
+    """
     calls = snapshot.calls
-    if len(calls):
-        newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
-        np.maximum.at(newest, calls["rank"], calls["index"])
-        since_s = np.full(len(newest), np.inf)
-        np.minimum.at(since_s, calls["rank"], calls["age_s"])
-        is_recent = calls["index"] > newest[calls["rank"]] - _RECENT
-        calls = calls[is_recent | (calls["age_s"] < since_s[calls["rank"]] + _RECENT_S)]
-    return _line_up(replace(snapshot, calls=calls))
+    if not len(calls):
+        return _line_up(snapshot)
+    known_s = known_since_s(calls)
+    since_s = min(known_s, _recent_s(calls)) if snapshot.live else known_s
+    is_recent = calls["age_s"] <= since_s
+    lined_up = _line_up(replace(snapshot, calls=calls[is_recent]))
+    return replace(lined_up, is_cut=bool(known_s < np.inf or not is_recent.all()))
+
+
+def _recent_s(calls: Calls) -> float:
+    """Return the age at which the newest calls of a job that goes on begin."""
+    order = np.lexsort((calls["index"], calls["rank"]))
+    rank, age = calls["rank"][order], calls["age_s"][order]
+    ends = np.append(np.flatnonzero(np.diff(rank)), len(rank) - 1)
+    begins = np.concatenate([[0], ends[:-1] + 1])
+    oldest = age[np.maximum(ends - (_RECENT - 1), begins)]
+    return max(float(np.median(oldest)), float(age[ends].min()) + _RECENT_S)
 
 
 def _line_up(snapshot: Snapshot) -> RecentCalls:

@@ -64,7 +64,7 @@ class Straggler(Kind):
                 *_lateness_facts(snapshot, late, place, site),
                 *reasons,
             ],
-            shown=_causes(snapshot, late),
+            shown=_causes(snapshot, late, is_cut=recent.is_cut),
             live=snapshot.live,
             advice=advice_for(reasons)
             or f"Look at what rank {stragglers.ranks[0]} does before "
@@ -91,13 +91,15 @@ def _lateness_facts(
     return facts
 
 
-def _causes(snapshot: Snapshot, late: LateRanks) -> list[Fact]:
+def _causes(snapshot: Snapshot, late: LateRanks, *, is_cut: bool) -> list[Fact]:
     """Return how much of all waiting the ranks cause, and how often they come last."""
     stragglers = late.stragglers
     ranks = ranks_of(snapshot, stragglers.ranks)
     values = [("span_s", repr(stragglers.span_s)), ("along", repr(100 * stragglers.along))]
     if (snapshot.calls["flags"] & FLAG_DEVICE).any():
         values.append(("times", "device"))
+    if is_cut:
+        values.append(("of", "newest"))
     if stragglers.slow_start_s:
         values.append(("slow_start_s", repr(stragglers.slow_start_s)))
     share = 100 * stragglers.share

@@ -8,13 +8,18 @@ def count_of(count: int, singular: str) -> str:
     return f"{count:,} {singular}{'' if count == 1 else 's'}"
 
 
+# From where on a duration is in hours, and in minutes, in s. Sentences and tables write the same
+# duration in the same unit, because they stand beside each other; only tables need three digits.
+IN_HOURS, IN_MINUTES = 3 * 3600.0, 300.0
+
+
 def duration(seconds: float) -> str:
     """Write a duration: ``0.4 s``, ``72 s``, ``12 min``, ``3.1 h``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    if seconds < 300:
+    if seconds < IN_MINUTES:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds < IN_HOURS else f"{seconds / 3600:.1f} h"
 
 
 def short_duration(seconds: float) -> str:

@@ -222,9 +222,7 @@ def _stats(summary: Summary) -> list[tuple[str, str, str]]:
             (time(lasts[len(lasts) // 2]), "a step", f"median; longest {time(lasts[-1])}")
         )
     if summary.comm_share is not None:
-        figures.append(
-            (percent(summary.comm_share), "in communication", "of a rank's time, median")
-        )
+        figures.append((percent(summary.comm_share), "in communication", "of all ranks' time"))
     return figures
 
 

@@ -70,7 +70,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
     late = summary.late
     assert late is not None, "only stragglers alarm"
     others = max(1, len(summary.stragglers) - len(named))
-    each_ms = sum(straggler.caused_wait_ms or 0.0 for straggler in named) / others
+    each_ms = sum(late.caused_s) * 1e3 / others
     cost = time(each_ms), f"{percent(late.cost)} of the run, lost by each other rank"
     makes = "makes" if len(named) == 1 else "make"
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
