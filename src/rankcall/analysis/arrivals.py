@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rankcall import record
 from rankcall.analysis.clocks import HostClock, RowClocks
-from rankcall.analysis.collectives import CollectiveTable, present
+from rankcall.analysis.collectives import OP_NAMES, CollectiveTable, present
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -21,9 +21,9 @@ Indices = npt.NDArray[np.intp]
 # Records in a block: 1 MiB a column of times, so that a block's columns stay in the caches.
 _BLOCK = 1 << 17
 NEVER = np.iinfo(np.int64).min
-SYNC = np.array([name in record.SYNCHRONISING for name in record.OPS])
-FROM_ROOT = np.array([name in record.FROM_ROOT for name in record.OPS])
-TO_ROOT = np.array([name in record.TO_ROOT for name in record.OPS])
+SYNC = np.array([name in record.SYNCHRONISING for name in OP_NAMES])
+FROM_ROOT = np.array([name in record.FROM_ROOT for name in OP_NAMES])
+TO_ROOT = np.array([name in record.TO_ROOT for name in OP_NAMES])
 
 
 @dataclass

@@ -7,6 +7,7 @@ together bear half each, and the waiting that all ranks cause is the waiting tha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -144,9 +145,14 @@ class WaitTotals:
             self.suffered_by_part[part, ranks] += waited[rows].sum(axis=0)
 
     def charge_messages(
-        self, senders: Indices, receivers: Indices, until: Ints, waited: Ints
+        self,
+        waiters: Indices,
+        until: Ints,
+        waited: Ints,
+        causes: Iterable[tuple[Indices, int, Ints]],
     ) -> None:
-        """Add waits of receivers for their senders."""
+        """Add waits in messages; ``causes`` are those of ``WaitChains.causes`` for these waits."""
         parts = np.searchsorted(self.edges, until, side="right")
-        np.add.at(self.by_part, (parts, senders), waited)
-        np.add.at(self.suffered_by_part, (parts, receivers), waited)
+        np.add.at(self.suffered_by_part, (parts, waiters), waited)
+        for waits, rank, caused in causes:
+            np.add.at(self.by_part[:, rank], parts[waits], caused)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.collectives import (
+    OP_NAMES,
     CollectiveTable,
     MessageTable,
     RankCollectives,
@@ -28,7 +29,6 @@ from rankcall.analysis.collectives import (
     split_by_group,
 )
 from rankcall.record import (
-    OPS,
     SYNCHRONISING,
 )
 from rankcall.ring.layout import Header
@@ -37,7 +37,7 @@ from rankcall.run.load import Run
 
 Floats = npt.NDArray[np.float64]
 
-_SYNC = np.array([name in SYNCHRONISING for name in OPS])
+_SYNC = np.array([name in SYNCHRONISING for name in OP_NAMES])
 _SAMPLE = 2048  # collectives read of a group: the median's error falls with the square root
 # The run is cut into stretches, and the drift is the slope through their medians. A few late ends
 # do not move a median of 16, and 24 stretches give 276 slopes, of which the median counts.

@@ -24,7 +24,7 @@ from rankcall.record import (
     has_duration,
 )
 from rankcall.ring.reader import Ring
-from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.tables import CallSite, Group, Tables
 from rankcall.run.load import Run
 
 Ints = npt.NDArray[np.int64]
@@ -38,6 +38,13 @@ HOST = 0  # the host's time of the issue: on the CPU, an op begins then
 DEVICE = 1  # from the durations on the members' devices
 ISSUE = 2  # the host's time of the issue, but the op runs on a device, later: no one has come then
 UNKNOWN_SITE = CallSite("unknown", 0, "", "")
+
+BLOCKING = ("send", "send_object_list")  # of torch.distributed's functions
+
+# The op of a collective whose members issued different ones: nobody waits for others in it. The
+# names of a table's ops.
+DIFFERS = len(OPS)
+OP_NAMES = (*OPS, "(differ)")
 
 _COLLECTIVE, _P2P = KINDS.index("collective"), KINDS.index("p2p")
 _FAILED = STATUSES.index("failed")
@@ -98,7 +105,8 @@ class RankMessages:
 
     rank: int
     host: int
-    columns: Columns  # seq, arrival, started, completed, own, peer, tag, op, size, bytes, source
+    # seq, arrival, started, completed, own, peer, tag, op, size, bytes, source, blocking
+    columns: Columns
 
 
 @dataclass
@@ -188,8 +196,19 @@ def split_by_group(ring: Ring, columns: Columns, host: int) -> ByGroup:
         rows = mine & (kind == _P2P)
         if not only_collectives and rows.any():
             own = group.ranks.index(rank)
-            by_group.messages[group] = _rank_messages(rank, host, own, _only(columns, rows))
+            messages = _only(columns, rows)
+            messages["blocking"] = np.isin(messages["call_site"], sites_that_block(ring.tables))
+            by_group.messages[group] = _rank_messages(rank, host, own, messages)
     return by_group
+
+
+def sites_that_block(tables: Tables) -> list[int]:
+    """Return the call sites whose caller does not go on before its message has gone.
+
+    A send that does not block (``isend``, a batch) is in flight until somebody waits for it, and
+    its rank may compute meanwhile.
+    """
+    return [key for key, site in tables.sites.items() if site.api in BLOCKING]
 
 
 def _only(columns: Columns, rows: npt.NDArray[np.bool_]) -> Columns:
@@ -224,7 +243,8 @@ def _rank_collectives(rank: int, host: int, columns: Columns, size: int) -> Rank
 
 def _rank_messages(rank: int, host: int, own: int, columns: Columns) -> RankMessages:
     message_columns = {
-        name: columns[name] for name in ("seq", "arrival", "peer", "tag", "op", "source")
+        name: columns[name]
+        for name in ("seq", "arrival", "peer", "tag", "op", "source", "blocking")
     }
     message_columns["started"], message_columns["completed"] = (
         columns["started_ns"],
@@ -318,7 +338,10 @@ def _place(own: Ints, seq: Ints) -> slice | npt.NDArray[np.intp]:
 def _agreed(
     members: Sequence[RankCollectives], places: Sequence[slice | npt.NDArray[np.intp]], width: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return what members agree on, by column: the largest value if they do not."""
+    """Return what members agree on, by column: the largest value if they do not.
+
+    Ops that differ are none of the members' ops: a barrier is no all_reduce that took long.
+    """
     agreed: dict[str, npt.NDArray[Any]] = {}
     for name, like in members[0].agreed.items():
         lowest = -1 if name == "root" else 0
@@ -329,6 +352,12 @@ def _agreed(
             if id(column) not in seen:
                 seen.add(id(column))
                 merged[at] = np.maximum(merged[at], column)
+    ops, compared = agreed["op"], set[int]()
+    for member, at in zip(members, places, strict=True):
+        column = member.agreed["op"]
+        if id(column) not in compared:
+            compared.add(id(column))
+            ops[at] = np.where(ops[at] == column, ops[at], DIFFERS)
     return agreed
 
 

@@ -19,8 +19,9 @@ from rankcall.analysis.arrivals import (
     blocks,
 )
 from rankcall.analysis.charging import WaitTotals, shares
-from rankcall.analysis.clocks import HostClock, align_messages
+from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, MessageTable, present
+from rankcall.analysis.wait_chains import WaitChains, message_waits
 from rankcall.analysis.waiting import covered
 
 
@@ -162,9 +163,16 @@ def _slowest_receiver(
 
 
 def measure_messages(
-    messages: MessageTable, waited: Ints, clocks: Sequence[HostClock], totals: WaitTotals
+    messages: MessageTable,
+    waited: Ints,
+    clocks: Sequence[HostClock],
+    totals: WaitTotals,
+    chains: WaitChains,
 ) -> Measured:
-    """Measure all messages of a group, its sends and its receives each as one element."""
+    """Measure all messages of a group, its sends and its receives each as one element.
+
+    Each wait is charged to the rank at the end of its chain.
+    """
     columns = messages.columns
     duration = (columns["completed"] - columns["started"]).astype(np.float64)
     duration[~present(columns["completed"])] = np.nan
@@ -172,10 +180,12 @@ def measure_messages(
     both = (messages.sent >= 0) & (messages.received >= 0)
     sent, received = messages.sent[both], messages.received[both]
     transfer[sent] = np.where(np.isnan(duration[received]), duration[sent], duration[received])
-    arrival = align_messages(messages, "arrival", clocks)
-    totals.charge_messages(
-        columns["rank"][sent], columns["rank"][received], arrival[sent], waited[received]
-    )
+    waits = message_waits(messages, clocks)
+    is_wait = waited[waits.rows] > 0
+    rows, others, until = waits.rows[is_wait], waits.others[is_wait], waits.until[is_wait]
+    waiters, begin = columns["rank"][rows], until - waited[rows]
+    causes = chains.causes(waiters, columns["rank"][others], begin, until)
+    totals.charge_messages(waiters, until, waited[rows], causes)
     return Measured(
         columns["op"],
         columns["bytes"],

@@ -64,7 +64,7 @@ def recent_figures(snapshot: Snapshot) -> Figures:
         label = snapshot.labels[snapshot.groups.index(table.group)]
         sources.append(Source(label, table.members, measured))
     for messages, waited in zip(recent.messages, waits.of_messages, strict=True):
-        measured = measure_messages(messages, waited, recent.clocks, totals)
+        measured = measure_messages(messages, waited, recent.clocks, totals, waits.chains)
         label = snapshot.labels[snapshot.groups.index(messages.group)]
         sources.append(Source(label, 2, measured))
     taking_part = len(np.unique(recent.snapshot.calls["rank"]))

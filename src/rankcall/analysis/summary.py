@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.clocks import HostClock
+from rankcall.analysis.collectives import OP_NAMES
 from rankcall.analysis.device_times import TimeSources, sources_of
 from rankcall.analysis.measuring import Measured, measure_collectives, measure_messages
 from rankcall.analysis.run_tables import (
@@ -25,7 +26,7 @@ from rankcall.analysis.run_tables import (
 )
 from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of, slow_start
 from rankcall.problems import Problem
-from rankcall.record import BYTES_PER_GB, OPS, bus_factor
+from rankcall.record import BYTES_PER_GB, bus_factor
 from rankcall.run.joins import JoinSummary
 from rankcall.run.load import Progress, Run, RunGroup, label_groups
 
@@ -89,7 +90,7 @@ def _bucket(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
 
 
 def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]]) -> Row:
-    op, power = OPS[key // _BUCKETS], key % _BUCKETS
+    op, power = OP_NAMES[key // _BUCKETS], key % _BUCKETS
     mean, transfer, size, spent, waited, count_bytes = (
         np.concatenate([getattr(source.measured, name)[part] for source, part in parts])
         for name in ("mean", "transfer", "size", "spent", "waited", "bytes")
@@ -226,7 +227,7 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         Source(
             groups[table.group].label,
             len(table.group.ranks),
-            measure_messages(table, waited, clocks, totals),
+            measure_messages(table, waited, clocks, totals, waits.chains),
         )
         for table, waited in zip(messages, waits.of_messages, strict=True)
     ]

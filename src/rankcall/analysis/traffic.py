@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.collectives import CollectiveTable, MessageTable, present
+from rankcall.analysis.collectives import OP_NAMES, CollectiveTable, MessageTable, present
 from rankcall.analysis.run_tables import (
     RunTables,
 )
@@ -44,7 +44,7 @@ def _add_collectives(table: CollectiveTable, place: npt.NDArray[np.intp], sent: 
     members = len(place)
     done = present(table.completed).any(axis=0)
     for code in np.unique(table.op[done]):
-        op, rows = OPS[code], done & (table.op == code)
+        op, rows = OP_NAMES[code], done & (table.op == code)
         size = table.size[rows]
         if op in ("all_reduce", "all_gather", "reduce_scatter"):
             ring = float(size.sum()) * bus_factor(op, members)

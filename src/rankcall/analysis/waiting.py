@@ -3,7 +3,8 @@
 A member waits in an op from its arrival until the ranks that it waits for have arrived, and not
 longer than it is in the op. For ops that no member leaves before the last has come, those are all
 members; at the members of a broadcast or scatter it is the root, at the root of a reduce or gather
-all members, and at a receiver the sender. A rank that waits in several ops at once waits once: the
+all members, at a receiver the sender, and at a sender that blocks until its message has gone the
+receiver. A rank that waits in several ops at once waits once: the
 time counts in the op whose wait began first. An op without an end (it failed, for example) counts
 until those ranks have arrived. An op on a device whose times are not known counts nothing: its host
 issued it ahead of the device, so nobody came then.
@@ -19,6 +20,7 @@ import numpy as np
 from rankcall.analysis.arrivals import FROM_ROOT, NEVER, SYNC, TO_ROOT, Ints
 from rankcall.analysis.clocks import HostClock, align_messages
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, MessageTable, present
+from rankcall.analysis.wait_chains import WaitChains, message_waits
 
 
 @dataclass
@@ -26,11 +28,12 @@ class Waits:
     """How long each record's rank waited in it, in ns, each moment of a rank counted once.
 
     ``of_tables``: ``[member, collective]`` for each table of collectives; ``of_messages``: by row
-    for each table of messages.
+    for each table of messages. ``chains``: the ranks that waits for messages are due to.
     """
 
     of_tables: list[Ints]
     of_messages: list[Ints]
+    chains: WaitChains
     # The same before overlapping waits were shortened; None if all ops of the table have ended.
     whole_of_tables: list[Ints | None] = field(default_factory=list)
     whole_of_messages: list[Ints | None] = field(default_factory=list)
@@ -49,6 +52,7 @@ def waits_of(
     waits = Waits(
         [_in_collectives(table, clocks) for table in tables],
         [_in_messages(message_table, clocks) for message_table in messages],
+        WaitChains([], [], []),
     )
     for number, (table, waited) in enumerate(zip(tables, waits.of_tables, strict=True)):
         if np.any(waited[~present(table.completed)]):
@@ -72,6 +76,7 @@ def waits_of(
         _count_once(spans)
     for waited, rows, part in parts:
         waited[rows] = part
+    waits.chains = WaitChains(messages, waits.of_messages, clocks)
     return waits
 
 
@@ -103,17 +108,11 @@ def _in_collectives(table: CollectiveTable, clocks: Sequence[HostClock]) -> Ints
 
 
 def _in_messages(messages: MessageTable, clocks: Sequence[HostClock]) -> Ints:
-    """Return how long each receiver waited for its sender to begin; 0 for sends."""
-    columns = messages.columns
-    arrival = align_messages(messages, "arrival", clocks)
-    waited = np.zeros(len(arrival), np.int64)
-    both = (messages.sent >= 0) & (messages.received >= 0)
-    sent, received = messages.sent[both], messages.received[both]
-    known = (columns["source"][sent] != ISSUE) & (columns["source"][received] != ISSUE)
-    sent, received = sent[known], received[known]
-    came, ended = columns["arrival"][received], columns["completed"][received]
-    lasted = np.where(present(ended), np.maximum(ended - came, 0), np.iinfo(np.int64).max)
-    waited[received] = np.minimum(np.maximum(arrival[sent] - arrival[received], 0), lasted)
+    """Return how long each end of a message waited for the other one to begin."""
+    waited = np.zeros(len(messages.columns["arrival"]), np.int64)
+    waits = message_waits(messages, clocks)
+    arrival = align_messages(messages, "arrival", clocks)[waits.rows]
+    waited[waits.rows] = np.maximum(waits.until - arrival, 0)
     return waited
 
 

@@ -43,7 +43,7 @@ from rankcall.analysis.verdicts.wait_graph import (
     cycles_in,
     waits_of,
 )
-from rankcall.record import FLAG_DEVICE, OPS, SYNCHRONISING
+from rankcall.record import FLAG_DEVICE
 
 HANG_AFTER_S = 60.0
 FIRST_STEP = 5.0  # the first step may take so many times longer
@@ -280,6 +280,3 @@ class _Explained:
 
 def _is_cause(cycle: Cycle, explained: _Explained) -> bool:
     return any(wait.hung for wait in cycle.waits) and not any(map(explained, cycle.waits))
-
-
-SYNC = np.array([name in SYNCHRONISING for name in OPS])

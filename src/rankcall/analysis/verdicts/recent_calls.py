@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.clocks import HostClock, align_hosts
 from rankcall.analysis.collectives import (
+    BLOCKING,
     DEVICE,
     HOST,
     ISSUE,
@@ -112,10 +113,13 @@ def _line_up(snapshot: Snapshot) -> RecentCalls:
     ]
     align_hosts(clocks, tables)
     message_parts: dict[int, list[RankMessages]] = {}
+    blocking = [number for number, site in enumerate(snapshot.sites) if site.api in BLOCKING]
     for piece in _by_group(calls[calls["kind"] == P2P]):
         group = int(piece["group"][0])
         ranks = snapshot.groups[group].ranks
-        message_parts.setdefault(group, []).append(_messages(piece, ranks, host_of, oldest))
+        part = _messages(piece, ranks, host_of, oldest)
+        part.columns["blocking"] = np.isin(piece["site"], blocking)
+        message_parts.setdefault(group, []).append(part)
     messages = [
         message_table(_ONE_LIFE, snapshot.groups[key], group_parts)
         for key, group_parts in message_parts.items()

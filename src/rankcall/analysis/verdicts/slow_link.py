@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankcall.analysis.arrivals import SYNC
 from rankcall.analysis.clocks import HostClock, RowClocks, align_messages
 from rankcall.analysis.collectives import CollectiveTable, present
 from rankcall.analysis.snapshot import SEND, Snapshot
-from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence
+from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
     Relation,

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.arrivals import SYNC
 from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
 from rankcall.analysis.measuring import measure_collectives, measure_messages
 from rankcall.analysis.snapshot import COLLECTIVE, Snapshot
 from rankcall.analysis.stragglers import Parts, Stragglers, find_stragglers, parts_of
-from rankcall.analysis.verdicts.evidence import SYNC
 from rankcall.analysis.verdicts.facts import (
     CallFact,
     Fact,
@@ -167,7 +167,7 @@ def late_ranks(recent: RecentCalls) -> LateRanks | None:
     for table, waited in zip(tables, waits.of_tables, strict=True):
         measure_collectives(table, waited, clocks, totals)
     for messages, waited in zip(recent.messages, waits.of_messages, strict=True):
-        measure_messages(messages, waited, clocks, totals)
+        measure_messages(messages, waited, clocks, totals, waits.chains)
     stragglers = find_stragglers(totals, parts, [state.host for state in snapshot.ranks])
     if stragglers is None:
         return None
