@@ -22,8 +22,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def with_noun(ranks: Iterable[int]) -> str:
-    """Return ranks with their noun: ``rank 2``, ``ranks 0-3``."""
+    """Return ranks with their noun: ``rank 2``, ``ranks 0-3``, ``ranks 0 and 2``."""
     ranks = set(ranks)
+    if len(ranks) == 2 and max(ranks) - min(ranks) > 1:
+        return f"ranks {min(ranks)} and {max(ranks)}"
     return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}"
 
 

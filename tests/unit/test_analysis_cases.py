@@ -121,7 +121,7 @@ def test_n_is_the_groups_size_even_with_a_ring_missing(tmp_path: Path) -> None:
     row = only_row(summary)
     assert row.busbw_gbps == pytest.approx(row.algbw_gbps * 1.5)
     assert summary.missing_ranks == [2, 3]
-    assert "no ring for rank 2-3 of 4" in summary.problems[0].text
+    assert "no ring for ranks 2-3 of 4" in summary.problems[0].text
 
 
 def test_waiting_share_by_hand(tmp_path: Path) -> None:

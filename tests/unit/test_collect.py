@@ -83,7 +83,7 @@ def test_nodes_without_a_shared_file_system(run: Path, capsys: pytest.CaptureFix
             os.link(file, place / "exits" / file.name)
         archives.append(place.with_suffix(".tar.gz"))
         assert main(["collect", str(place), "-o", str(archives[-1])]) == 0
-    assert "no records of rank 2-3 here" in capsys.readouterr().err
+    assert "no records of ranks 2-3 here" in capsys.readouterr().err
     both = run.parent / "both.tar.zst"
     assert main(["collect", *map(str, archives), "-o", str(both)]) == 0
     assert "no records" not in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_ranks_without_rings_are_named(tmp_path: Path) -> None:
     """The facts say whose records are missing."""
     calls = [Call(0, 1, 0, MS, group=group_of(4)), Call(2, 1, 0, MS, group=group_of(4))]
     text = summary_text.render(summarise(load(write_world(tmp_path / "r", calls, world_size=4))))
-    assert "no records of rank 1,3" in text
+    assert "no records of ranks 1 and 3" in text
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_ring_that_moves_between_load_and_read(run_dir: Path) -> None:
     settle(run_dir)
     assert run.records.height == 65
     assert texts(run.problems) == [
-        f"{run_dir}: no ring for rank 0,2-3 of 4: the results cover the other ranks only"
+        f"{run_dir}: no ring for ranks 0,2-3 of 4: the results cover the other ranks only"
     ]
 
 

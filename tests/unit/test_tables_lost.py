@@ -19,7 +19,7 @@ from rankcall.report import json as json_report
 from rankcall.ring.layout import offset_of
 from rankcall.run.load import load
 
-PROBLEM = "side tables are full on rank 1,3: 12 names (of groups, lines or error texts)"
+PROBLEM = "side tables are full on ranks 1 and 3: 12 names (of groups, lines or error texts)"
 
 
 @pytest.fixture

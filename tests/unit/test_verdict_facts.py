@@ -63,7 +63,7 @@ STATES = [
         "were ended with their launcher, which SIGTERM told to stop, 3.0 s ago",
         None,
     ),
-    (of(R.GONE, 3), "is gone 3.0 s ago", "are gone 3.0 s ago", None),
+    (of(R.GONE, 3), "disappeared 3.0 s ago", "disappeared 3.0 s ago", None),
     (of(R.ENDED_BADLY, 3), "ended badly, 3.0 s ago", "ended badly, 3.0 s ago", None),
     (
         of(R.CONNECTIONS_CLOSED, why="unheard"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from worlds import MS, group_of, together, write_world
 
 from rankcall.analysis import verdicts
 from rankcall.analysis.details import detail
@@ -14,13 +15,14 @@ from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.encoding import verdict_object
 from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.report import diagnosis_text as diagnosis_report
-from rankcall.report import top
+from rankcall.report import summary_text, top
 from rankcall.report.html import render
-from rankcall.report.html.top import verdict_of_finding
+from rankcall.report.html.top import items, verdict_of_finding
 from rankcall.run.load import Run, load
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
@@ -127,6 +129,15 @@ TITLES = {
 }
 
 
+# Of findings that name no rank.
+OF_NOBODY = {
+    "alone": "A call does not end on some ranks",
+    "no_progress": "No rank goes on",
+    "rpc": "RPCs are not answered",
+    "stuck": "A call that all have issued does not end",
+}
+
+
 @pytest.mark.parametrize("kind", verdicts.KINDS, ids=lambda kind: str(kind.kind))
 def test_a_title_agrees_with_the_number_of_ranks(kind: Kind) -> None:
     """It was "Rank 3 differ in one call"."""
@@ -135,3 +146,45 @@ def test_a_title_agrees_with_the_number_of_ranks(kind: Kind) -> None:
     several = verdict_of_finding(kind.finding([3, 4, 7], summary="s")).title
     assert one == f"Rank 3 {of_one}"
     assert several == f"Ranks 3-4,7 {of_several}"
+    two = verdict_of_finding(kind.finding([0, 2], summary="s")).title
+    assert two == f"Ranks 0 and 2 {of_several}"
+    many = verdict_of_finding(kind.finding(range(512), summary="s")).title
+    assert many == f"Ranks 0-511 {of_several}"
+    nobody = verdict_of_finding(kind.finding([], summary="s")).title
+    assert nobody == OF_NOBODY.get(kind.kind, f"The ranks {of_several}")
+
+
+def issued(ranks: tuple[int, ...], op: str) -> Fact:
+    """Return what a side of a desync issued."""
+    return Fact(Relation.ISSUED, Ranks(ranks), CallFact(op, 7, "0"))
+
+
+@pytest.mark.parametrize(
+    ("mine", "title"),
+    [
+        ((0,), "Rank 0 called barrier where ranks 1-3 called all_reduce"),
+        ((0, 5), "Ranks 0 and 5 called barrier where ranks 1-3 called all_reduce"),
+    ],
+)
+def test_a_desync_is_named_by_its_calls(mine: tuple[int, ...], title: str) -> None:
+    """It was "Rank 0 call different things"."""
+    said = [issued(mine, "barrier"), issued((1, 2, 3), "all_reduce")]
+    desync = next(kind for kind in verdicts.KINDS if kind.kind == "desync")
+    finding = desync.finding(mine, said=said)
+    assert verdict_of_finding(finding).title == title
+
+
+def test_nobody_still_runs_below_a_verdict_that_says_who_died(tmp_path: Path) -> None:
+    """It was "rank 0-511: still running, or killed", below "Rank 9 died"."""
+    calls = [call for seq in range(1, 5) for call in together(seq, [0, 0, 0], MS, group_of(3))]
+    run = load(write_world(tmp_path / "run", calls, closed=lambda rank: False))
+    dead = next(kind for kind in verdicts.KINDS if kind.kind == "dead")
+    details = detail(run)
+    gap = "no normal end of ranks 0-2"
+    assert gap in [item.title for item in items(details, [], [])]
+    finding = dead.finding([1], summary="Rank 1 died.")
+    titles = [item.title for item in items(details, [], [finding])]
+    assert titles[0] == "Rank 1 died."
+    assert gap not in titles
+    assert "3 ranks still running or killed" in summary_text.render(details.summary, 120)
+    assert "killed" not in summary_text.render(details.summary, 120, [finding])

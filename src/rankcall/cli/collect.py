@@ -16,7 +16,7 @@ from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.files import open_file
 from rankcall.problems import Problem, texts
 from rankcall.process import boot_id
-from rankcall.ranks import format_ranks
+from rankcall.ranks import with_noun
 from rankcall.ring.layout import Header
 from rankcall.ring.reader import read_head
 from rankcall.run.archive import FOLDERS, check_name, is_archive, pack
@@ -173,6 +173,6 @@ def _summarise(headers: list[Header], target: Path) -> None:
     )
     if missing:
         say(
-            f"no records of rank {format_ranks(missing)} here: collect on their nodes as well, "
+            f"no records of {with_noun(missing)} here: collect on their nodes as well, "
             f"then merge the archives: rankcall collect {target} OTHERS... -o ALL.tar.zst"
         )

@@ -34,7 +34,7 @@ from rankcall.cli.torchrun import (
 )
 from rankcall.imports.node import ask_node, oom_kills
 from rankcall.process import host_name
-from rankcall.ranks import format_ranks, with_noun
+from rankcall.ranks import with_noun
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.paths import (
     RUNS,
@@ -210,4 +210,4 @@ def _missing(job: TorchrunJob, headers: list[Header]) -> str:
     else:
         return f"any of this node's {job.nproc} workers"
     missing = set(range(first, first + job.nproc)) - recorded
-    return f"rank {format_ranks(sorted(missing))}" if missing else ""
+    return with_noun(missing) if missing else ""

@@ -9,7 +9,7 @@ from rankcall.analysis.snapshot import END_UNKNOWN, FAILED_IN, IN, LEFT, RankPos
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import numbered
 from rankcall.ranks import format_ranks
-from rankcall.report.formatting import digits, line_names, plural
+from rankcall.report.formatting import line_names, plural, time
 
 _RANKS_WIDE = 22  # columns of 80 for a list of ranks; a longer one is a count
 
@@ -112,7 +112,7 @@ def since_cell(row: Row) -> str:
     """Write how long ranks have been in (or out of) their call."""
     if row.where in ("nothing yet", "no records"):
         return "-"
-    least, most = f"{digits(row.least_s)} s", f"{digits(row.most_s)} s"
+    least, most = time(row.least_s * 1e3), time(row.most_s * 1e3)
     if least == most or row.most_s < 10 * max(row.least_s, 0.01):
         return most
     return f"{least}–{most}"

@@ -16,7 +16,7 @@ from rankcall.analysis.run_tables import SiteRow, StepShare
 from rankcall.analysis.summary import Straggler, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.printable import clean
-from rankcall.ranks import format_ranks
+from rankcall.ranks import format_ranks, with_noun
 from rankcall.report.formatting import (
     INDENT,
     as_text,
@@ -68,7 +68,8 @@ def show(summary: Summary, console: Console, findings: Sequence[Finding] = ()) -
     console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:
         console.print(Text(wrapped(first.detail, console.width)))
-    for title, body in _sections(summary, first, console.width - INDENT):
+    stopped = any(finding.stops for finding in findings)
+    for title, body in _sections(summary, first, console.width - INDENT, stopped=stopped):
         console.print()
         console.print(Text(title, "bold"))
         console.print(Padding(body, (0, 0, 0, INDENT)))
@@ -78,8 +79,10 @@ def _are(count: int) -> str:
     return "is 1 more finding" if count == 1 else f"are {count:,} more findings"
 
 
-def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[str, RenderableType]]:
-    yield "What ran where", _facts(summary, room)
+def _sections(
+    summary: Summary, first: Headline, room: int, *, stopped: bool
+) -> Iterator[tuple[str, RenderableType]]:
+    yield "What ran where", _facts(summary, room, stopped=stopped)
     if not summary.collectives:
         return
     yield (
@@ -105,15 +108,15 @@ def _more(body: Table, left: int, what: str) -> RenderableType:
     return Group(body, Text(f"and {plural(left, 'more ' + what)} (--json has all)", "dim"))
 
 
-def _facts(summary: Summary, room: int) -> RenderableType:
+def _facts(summary: Summary, room: int, *, stopped: bool) -> RenderableType:
     lines = [
         Text.assemble((name.ljust(_LABEL), "dim"), cut(clean(text), room - _LABEL))
-        for name, text in _fact_lines(summary, room - _LABEL)
+        for name, text in _fact_lines(summary, room - _LABEL, stopped=stopped)
     ]
     return Text("\n").join(lines)
 
 
-def _fact_lines(summary: Summary, room: int) -> Iterator[tuple[str, str]]:
+def _fact_lines(summary: Summary, room: int, *, stopped: bool) -> Iterator[tuple[str, str]]:
     yield "run", PurePath(summary.path).name
     numbers = {row.rank for row in summary.ranks}
     hosts = list(dict.fromkeys(row.host for row in summary.ranks))
@@ -121,7 +124,7 @@ def _fact_lines(summary: Summary, room: int) -> Iterator[tuple[str, str]]:
     start = f"{len(numbers):,}{world} on {plural(len(hosts), 'host')}: "
     yield "ranks", start + listed(hosts, room - len(start))
     if summary.missing_ranks:
-        yield "missing", f"no records of rank {format_ranks(summary.missing_ranks)}"
+        yield "missing", f"no records of {with_noun(summary.missing_ranks)}"
     for group in summary.groups[:_GROUPS]:
         known = group.group
         details = ", ".join(text for text in (known.description, known.backend) if text)
@@ -133,7 +136,7 @@ def _fact_lines(summary: Summary, room: int) -> Iterator[tuple[str, str]]:
     yield "time", _when(summary)
     if source := times_of_ops(summary.sources):
         yield "times", source
-    yield "capture", _capture(summary)
+    yield "capture", _capture(summary, stopped=stopped)
 
 
 def _when(summary: Summary) -> str:
@@ -151,11 +154,12 @@ def _when(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def _capture(summary: Summary) -> str:
+def _capture(summary: Summary, *, stopped: bool) -> str:
     captures = "/".join(sorted({row.capture for row in summary.ranks}))
     torch = summary.about.get("torch")
     lost = f"{summary.dropped:,} dropped" if summary.dropped else "none dropped"
-    live = sum(not row.closed for row in summary.ranks)
+    # A run that was stopped has no normal ends: the finding above says why, and of whom.
+    live = 0 if stopped else sum(not row.closed for row in summary.ranks)
     return (
         f"{captures}{f', torch {torch}' if isinstance(torch, str) else ''}; "
         f"{plural(summary.records, 'record')}, {lost}"

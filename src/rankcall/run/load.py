@@ -17,7 +17,7 @@ from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError, RunNotFoundError
 from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
-from rankcall.ranks import format_ranks
+from rankcall.ranks import format_ranks, with_noun
 from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import Group
@@ -478,7 +478,7 @@ def _run_of(
     if run.missing_ranks:
         left = "dump" if "evidence" in run.about else "ring"
         text = (
-            f"{source}: no {left} for rank {format_ranks(run.missing_ranks)} of "
+            f"{source}: no {left} for {with_noun(run.missing_ranks)} of "
             f"{run.world_size}: the results cover the other ranks only"
         )
         problems.append(Problem(ProblemKind.MISSING_RANKS, text))
@@ -490,10 +490,10 @@ def _run_of(
 def _names_lost(run: Run) -> str:
     """Return the sentence about full side tables; every report shows it among the problems."""
     lost = run.tables_lost
-    count, ranks = sum(lost.values()), format_ranks(list(lost))
+    count, ranks = sum(lost.values()), with_noun(lost)
     names = "1 name" if count == 1 else f"{count:,} names"
     return (
-        f"{run.source}: the ring's side tables are full on rank {ranks}: {names} (of groups, lines "
+        f"{run.source}: the ring's side tables are full on {ranks}: {names} (of groups, lines "
         "or error texts) found no room. Calls of groups without a name are taken for calls of one "
         "group, so a verdict on them is less sure; rankcall.disable() and enable() begin a new ring"
     )

@@ -15,7 +15,7 @@ from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.wording import duration
 from rankcall.problems import Problem, ProblemKind, without
-from rankcall.ranks import format_ranks
+from rankcall.ranks import format_ranks, with_noun
 from rankcall.report.formatting import plural
 from rankcall.run.load import Run
 from rankcall.run.paths import is_tail
@@ -117,7 +117,7 @@ class OtherNodes:
         if waited < LATE_S:
             return snapshot
         text = (
-            f"nothing is known of rank {format_ranks(sorted(blind))}, on other nodes: the job's "
+            f"nothing is known of {with_noun(blind)}, on other nodes: the job's "
             f"watcher on this one has not answered for {duration(waited)}"
         )
         self.problem = text
@@ -159,10 +159,7 @@ class OtherNodes:
             )
         unnamed = missing - {rank for node in answers.nodes for rank, _, _ in node.members}
         if unnamed and not answers.problem:
-            yield (
-                f"nothing is known of rank {format_ranks(sorted(unnamed))}: no watcher has "
-                "registered there"
-            )
+            yield (f"nothing is known of {with_noun(unnamed)}: no watcher has registered there")
 
 
 def _with_silence(silence: Iterable[str], problems: Iterable[Problem]) -> list[Problem]:

@@ -28,7 +28,9 @@ class Alone(Kind):
 
     kind = "alone"
     order = 72
-    predicate = Predicate("does not leave a call", "do not leave a call")
+    predicate = Predicate(
+        "does not leave a call", "do not leave a call", "A call does not end on some ranks"
+    )
 
     def in_hang(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield a finding for each such call whose ranks no other finding can be about."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rankcall.analysis.verdicts.facts import Fact, Relation
+from rankcall.analysis.verdicts.wording import begin_sentence
+from rankcall.ranks import with_noun
 from rankcall.ring.tables import both_lines
 
 HEALTHY = "healthy"
@@ -14,14 +16,21 @@ CONFIDENCES = ("certain", "likely", "possible")
 
 
 class Predicate(NamedTuple):
-    """What follows the ranks in a title, as in "Rank 2 died": of one rank, and of several."""
+    """What follows the ranks in a title, as in "Rank 2 died": of one rank, and of several.
+
+    ``of_none`` is the whole title of a finding that names no rank; empty if it speaks of them all.
+    """
 
     of_one: str
     of_several: str
+    of_none: str = ""
 
-    def of(self, ranks: Sequence[int]) -> str:
-        """Return the words for these ranks; without ranks, the title is about all of them."""
-        return self.of_one if len(ranks) == 1 else self.of_several
+    def title(self, ranks: Sequence[int]) -> str:
+        """Return the title of a finding about these ranks."""
+        if not ranks:
+            return self.of_none or f"The ranks {self.of_several}"
+        words = self.of_one if len(ranks) == 1 else self.of_several
+        return f"{begin_sentence(with_noun(ranks))} {words}"
 
 
 # The facts that say where a culprit stands, the most telling first: the call that differs, then

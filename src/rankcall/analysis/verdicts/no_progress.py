@@ -83,7 +83,7 @@ class NoProgress(Kind):
 
     kind = "no_progress"
     order = 75
-    predicate = Predicate("did not come", "did not come")
+    predicate = Predicate("did not come", "did not come", "No rank goes on")
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield one finding if all ranks have been silent for too long."""

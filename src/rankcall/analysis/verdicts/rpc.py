@@ -33,7 +33,7 @@ class Rpc(Kind):
 
     kind = "rpc"
     order = 74
-    predicate = Predicate("does not answer", "do not answer")
+    predicate = Predicate("does not answer", "do not answer", "RPCs are not answered")
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield one finding for each circle or, without one, for each worker that does not answer.

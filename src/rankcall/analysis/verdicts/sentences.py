@@ -155,7 +155,7 @@ _STATES: dict[Relation, Callable[[Fact, bool], str]] = {
         "was ended with {its} launcher, which {signal} told to stop,",
         plural="were ended with {its} launcher, which {signal} told to stop,",
     ),
-    Relation.GONE: _ending("is gone", plural="are gone"),
+    Relation.GONE: _ending("disappeared"),
     Relation.ENDED_BADLY: _ending("ended badly,"),
     Relation.CONNECTIONS_CLOSED: _connections_closed,
     Relation.STOPPED: _state("{be} stopped (SIGSTOP)"),
@@ -311,9 +311,11 @@ def _splits(facts: Sequence[Fact], live: bool) -> str:
     fact, *through = facts
     call = call_in(fact)
     sent, received = (int(fact.value(name)) for name in ("sent", "received"))
+    single = len(who(fact).numbers) == 1
+    verb, expect, its = ("sends", "expects", "its") if single else ("send", "expect", "their")
     return (
-        f"{name_of(fact)} send {sent:,} bytes in all in {call.op} #{call.seq} of group "
-        f"{name_group(call.group, call.description)}, and expect to receive {received:,}: their "
+        f"{name_of(fact)} {verb} {sent:,} bytes in all in {call.op} #{call.seq} of group "
+        f"{name_group(call.group, call.description)}, and {expect} to receive {received:,}: {its} "
         f"split sizes do not add up.{_through(through, 'the results are wrong')}"
     )
 

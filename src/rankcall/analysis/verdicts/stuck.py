@@ -38,7 +38,9 @@ class Stuck(Kind):
     kind = "stuck"
     order = 85
     predicate = Predicate(
-        "does not leave a call that all have issued", "do not leave a call that all have issued"
+        "does not leave a call that all have issued",
+        "do not leave a call that all have issued",
+        "A call that all have issued does not end",
     )
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:

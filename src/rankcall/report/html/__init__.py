@@ -24,7 +24,7 @@ from rankcall.analysis.verdicts.kept import stacks_beside
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import ExtraMissingError
 from rankcall.printable import clean
-from rankcall.ranks import format_ranks
+from rankcall.ranks import with_noun
 from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts
 from rankcall.report.html.curves import curves
@@ -198,7 +198,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     if source := times_of_ops(summary.sources):
         facts.append(("times", source))
     if summary.missing_ranks:
-        facts.insert(1, ("missing", f"rank {format_ranks(summary.missing_ranks)}"))
+        facts.insert(1, ("missing", with_noun(summary.missing_ranks)))
     return facts
 
 

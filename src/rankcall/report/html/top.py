@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from rankcall.analysis.details import Details
 from rankcall.analysis.late_lines import LateLine
-from rankcall.analysis.verdicts.facts import Fact
+from rankcall.analysis.verdicts.facts import Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.wording import numbered
+from rankcall.analysis.verdicts.wording import begin_sentence, numbered
 from rankcall.problems import ProblemKind, texts, without
-from rankcall.ranks import format_ranks
+from rankcall.ranks import with_noun
 from rankcall.report.formatting import line_names, percent, plural, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, below_peers
@@ -65,7 +65,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
         return FirstScreen(first.text, first.detail, False)
     named = [straggler for straggler in summary.stragglers if straggler.rank in first.ranks]
     hosts = list(dict.fromkeys(straggler.host for straggler in named if straggler.host))
-    ranks = plural(len(named), "rank").split(" ")[1] + f" {format_ranks(first.ranks)}"
+    ranks = with_noun(first.ranks)
     culprits = (ranks, "on " + ", ".join(hosts)) if hosts else (ranks, "")
     late = summary.late
     assert late is not None, "only stragglers alarm"
@@ -74,7 +74,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
     cost = time(each_ms), f"{percent(late.cost)} of the run, lost by each other rank"
     makes = "makes" if len(named) == 1 else "make"
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
-    title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
+    title = f"{begin_sentence(ranks)}{on} {makes} the others wait"
     where = _where(details, first.ranks)
     return FirstScreen(title, f"{first.text} {first.detail}", True, culprits, where, cost=cost)
 
@@ -82,13 +82,9 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
 def verdict_of_finding(finding: Finding) -> FirstScreen:
     """Return the verdict that one finding makes: the likeliest root cause of a hang."""
     culprits = None
-    title = finding.predicate.of(finding.ranks)
     if finding.ranks:
-        ranks = plural(len(finding.ranks), "rank").split(" ")[1] + f" {format_ranks(finding.ranks)}"
+        ranks = with_noun(finding.ranks)
         culprits = ranks, "on " + ", ".join(finding.hosts) if finding.hosts else ""
-        title = f"{ranks[0].upper()}{ranks[1:]} {title}"
-    else:
-        title = f"The ranks: {title}"
     where = waiting = None
     if finding.call_site:
         call = f"{numbered(finding.op, finding.seq)} of group {finding.group}" if finding.op else ""
@@ -100,9 +96,21 @@ def verdict_of_finding(finding: Finding) -> FirstScreen:
         where = _short(finding.culprit_line), _doing(place), finding.culprit_line
     held_up = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
     cost = (time(finding.since_s * 1e3), held_up) if finding.since_s > 0 else None
-    return FirstScreen(
-        title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, waiting, cost
-    )
+    details = f"{finding.summary} {finding.advice}".strip()
+    return FirstScreen(title_of(finding), details, True, culprits, where, waiting, cost)
+
+
+def title_of(finding: Finding) -> str:
+    """Write a finding in a few words: ``Rank 2 died``."""
+    issued = [fact for fact in finding.facts if fact.relation is Relation.ISSUED]
+    sides = [(fact.ranks, fact.call) for fact in issued if fact.ranks and fact.call]
+    if len(sides) == 2 and sides[0][1].op != sides[1][1].op:
+        (mine, call), (theirs, other) = sides
+        return (
+            f"{begin_sentence(with_noun(mine.numbers))} called {call.op} where "
+            f"{with_noun(theirs.numbers)} called {other.op}"
+        )
+    return finding.predicate.title(finding.ranks)
 
 
 def _doing(place: Fact) -> str:
@@ -141,7 +149,10 @@ def _before(line: LateLine) -> str:
 
 def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = ()) -> list[Item]:
     """Return the items to look at: findings, then high costs, then gaps in the evidence."""
-    return [*map(item_of_finding, findings), *_late(details), *_slow(curves), *_gaps(details)]
+    # A run that was stopped has no normal ends: the finding says why, and of whom.
+    stopped = any(finding.stops for finding in findings)
+    gaps = _gaps(details, ends=not stopped)
+    return [*map(item_of_finding, findings), *_late(details), *_slow(curves), *gaps]
 
 
 def item_of_finding(finding: Finding) -> Item:
@@ -179,7 +190,7 @@ def _slow(curves: list[Curve]) -> Iterator[Item]:
         )
 
 
-def _gaps(details: Details) -> Iterator[Item]:
+def _gaps(details: Details, *, ends: bool) -> Iterator[Item]:
     summary = details.summary
     unfinished = sum(row.unfinished for row in summary.collectives)
     if unfinished:
@@ -193,7 +204,7 @@ def _gaps(details: Details) -> Iterator[Item]:
     if summary.missing_ranks:
         yield Item(
             "gap",
-            f"no records of rank {format_ranks(summary.missing_ranks)}",
+            f"no records of {with_noun(summary.missing_ranks)}",
             "Bandwidth, waiting and traffic are of the others only.",
         )
     if summary.dropped:
@@ -210,10 +221,10 @@ def _gaps(details: Details) -> Iterator[Item]:
             "No collective links it to them: lateness across these hosts is not to be trusted.",
         )
     live = [row.rank for row in summary.ranks if not row.closed]
-    if live:
+    if live and ends:
         yield Item(
             "gap",
-            f"no normal end of rank {format_ranks(live)}",
+            f"no normal end of {with_noun(live)}",
             "They still run, or ended without closing their records, as by a signal."
             if len(live) > 1
             else "It still runs, or ended without closing its records, as by a signal.",
