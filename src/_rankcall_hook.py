@@ -31,6 +31,7 @@ def install():
     if sys.version_info < (3, 4):  # noqa: UP036  # such a Python cannot import by our finder
         return
     try:
+        _share_stderr()
         if is_wanted() and not any(type(finder) is _Finder for finder in sys.meta_path):
             for name in list(_FUNCTIONS):
                 if name in sys.modules:
@@ -39,6 +40,21 @@ def install():
                 sys.meta_path.insert(0, _Finder())
     except Exception as error:
         _say(error)
+
+
+def _share_stderr():
+    """If the launcher reads stderr from a file in memory, write only at its end.
+
+    Programs that open /dev/stderr themselves, as shell scripts do, have a position of their own in
+    that file. Without O_APPEND, this process would write over their lines.
+    """
+    name = os.environ.get("RANKCALL_STDERR_FILE")
+    if name:
+        status = os.fstat(2)
+        if name == "{}:{}".format(status.st_dev, status.st_ino):  # noqa: UP032
+            import fcntl
+
+            fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def is_wanted():

@@ -77,6 +77,17 @@ class ScenarioFacts(PlantedFacts):
         if not fact.value("error").startswith("InjectedFault"):
             yield "InjectedFault was raised"
 
+    def _said_last(self, fact: Fact, finding: Finding) -> Iterator[str]:
+        yield from self._planted(fact, "fail", "exit", "signal")
+        raised = any(fault.kind == "fail" for fault in self._faults(fact))
+        if raised and "InjectedFault" not in fact.value("text"):
+            yield "InjectedFault was raised"
+
+    def _failed_later(self, fact: Fact, finding: Finding) -> Iterator[str]:
+        yield from self._planted(fact, "fail", "exit", "signal")
+        if subject(fact) & others(fact):
+            yield "it failed first"
+
     def _stopped(self, fact: Fact, finding: Finding) -> Iterator[str]:
         yield from self._planted(fact, "signal")
         if {fault.number for fault in self._faults(fact)} != {signal.SIGSTOP}:

@@ -527,6 +527,11 @@ LINES = [
         None,
     ),
     (
+        of(R.FAILED_LATER),
+        "1 other rank failed after that: rank 0 (node-a, pid 100)",
+        "2 other ranks failed after that: ranks 4-5 (node-c)",
+    ),
+    (
         of(R.RPC_UNANSWERED, worker="w1", calls="1"),
         "rank 2: 1 RPC of worker 'w1' has no answer; to which worker is not known",
         None,
@@ -569,6 +574,17 @@ def test_a_line_of_evidence(facts: tuple[Fact, Fact], single: str, several: str 
     assert evidence([facts[0]]) == (single,)
     if several is not None:
         assert evidence([facts[1]]) == (several,)
+
+
+def test_a_quotation_has_a_line_of_evidence_for_each_of_its_own() -> None:
+    """A terminal, a page and JSON show lines of evidence, so none of them contains another."""
+    fact, _ = of(R.SAID_LAST, text="Traceback:\n  File 'a.py'\nKeyError: 'x'")
+    assert evidence([fact]) == (
+        "rank 2 wrote last to stderr:",
+        "| Traceback:",
+        "|   File 'a.py'",
+        "| KeyError: 'x'",
+    )
 
 
 def test_every_relation_is_rendered_here_and_explained_to_users() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from rankcall.analysis.last_attempt import lived_apart, select_rings
+from rankcall.analysis.last_words import failed_first, with_last_words
 from rankcall.analysis.process_ends import ProcessEnds
 from rankcall.analysis.rank_states import SeenRing, beats, is_outdated, moments_of, states_of
 from rankcall.analysis.snapshot import (
@@ -34,6 +35,7 @@ from rankcall.ring.layout import Header
 from rankcall.ring.reader import Ring
 from rankcall.run.exits import Exit, read_exits, read_states
 from rankcall.run.load import Progress, Run
+from rankcall.run.stderr_tails import tails_of
 
 _MOST_WITHOUT_RING = 1 << 16  # ranks of a job without a ring; a larger number is damage
 _S = 1e9
@@ -156,10 +158,21 @@ class SnapshotBuilder:
         early = [noted for noted in exits if (noted.rank, noted.pid) not in with_ring]
         without_ring = ends.without_ring(early, moments)
         world = max((head.header.world_size for head in self._heads), default=_world_of(exits))
-        return [
+        ranks = [
             states.get(rank) or without_ring.get(rank) or RankState(rank, blind=True)
             for rank in range(max(world, 1 + max(states, default=-1)))
         ]
+        return self._with_words(ranks, exits)
+
+    def _with_words(self, ranks: list[RankState], exits: Sequence[Exit]) -> list[RankState]:
+        """Return the states with what the ranks that failed first said last on stderr."""
+        failed = [state.rank for state in failed_first(ranks)]
+        tails = tails_of(self._run.path, failed) if failed else []
+        if not tails:
+            return ranks
+        began_ns = {noted.rank: noted.epoch_ns for noted in exits}
+        began_ns |= {rank: ring.header.anchor_epoch_ns for rank, ring in self._seen.items()}
+        return with_last_words(ranks, tails, began_ns)
 
     def _calls(self, moments: Sequence[int]) -> Calls:
         """Return the calls of all windows, with their ages at the moments of their ranks."""

@@ -82,6 +82,7 @@ class RankState:
     ended_by_launcher: bool = False  # the launcher ended it because another had failed
     launcher_signal: int = 0  # the signal that stopped its launcher, and so this process
     failure: str = ""  # the exception that ended its program
+    words: str = ""  # what it said last on stderr, of ranks that failed first (``last_words``)
     told_s: float | None = None  # since its launcher got a signal to stop
     aborted: bool = False  # its own watcher ended it because the job hung
     silent_s: float = 0.0  # since its last sign of life

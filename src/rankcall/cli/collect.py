@@ -24,6 +24,7 @@ from rankcall.run.exits import STATES, describe_states, states_name
 from rankcall.run.paths import HANGS, find_run, ring_paths
 from rankcall.run.redaction import redact
 from rankcall.run.settle import settle
+from rankcall.run.stderr_tails import STDERR, redacted
 from rankcall.run.unpack import unpack
 
 __all__ = ["command"]
@@ -110,7 +111,8 @@ def _files(folder: Path, run_json: Path, left: list[str]) -> list[tuple[str, Pat
 
     Args:
         folder: The run directory. Its rings may be elsewhere.
-        run_json: Where to write a copy of ``run.json`` without secrets.
+        run_json: Where to write a copy of ``run.json`` without secrets. What ranks wrote to stderr
+            is copied beside it.
         left: Gets a line for each link. Links are not followed, because they may lead to any file
             of this user.
     """
@@ -134,7 +136,20 @@ def _files(folder: Path, run_json: Path, left: list[str]) -> list[tuple[str, Pat
                 break
             regular = [parent / name for name in sorted(names) if name not in links]
             files += [(str(file.relative_to(folder)), file) for file in regular]
-    return files
+    return [
+        (name, _write_tail(path, run_json, left) if name.startswith(f"{STDERR}/") else path)
+        for name, path in files
+    ]
+
+
+def _write_tail(source: Path, run_json: Path, left: list[str]) -> Path:
+    """Copy what a rank wrote to stderr, without secrets, and return the path of the copy."""
+    target = run_json.with_name(f"{run_json.stem}.{source.name}")
+    try:
+        target.write_bytes(redacted(source))
+    except OSError as error:
+        left.append(f"{source}: it cannot be read: {error}")
+    return target
 
 
 def _write_redacted(source: Path, target: Path, left: list[str]) -> bool:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import typer
 
 from rankcall._native import cache_dir
 from rankcall._prebuilt import FOLDER
+from rankcall.cli import stderr
 from rankcall.cli.common import open_run, say
 from rankcall.cli.environment import environment, hooking
 from rankcall.cli.job_options import JobOptions, prepare, takes_job_options
@@ -28,6 +30,7 @@ from rankcall.errors import RankcallError
 from rankcall.folders import make_folder
 from rankcall.ranks import with_noun
 from rankcall.run.paths import default_run_dir, new_run_dir
+from rankcall.run.stderr_tails import STDERR, take_tails
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
@@ -53,7 +56,10 @@ def _command(args: list[str], options: JobOptions) -> None:
         with contextlib.suppress(RankcallError):  # without torch here, the ranks say what is wrong
             recorder = prepare(recorder)
     run_dir = _served_run_dir(args, options) if options.serve else options.run_dir
-    with tempfile.NamedTemporaryFile(prefix="rankcall-exec-") as places:
+    with (
+        tempfile.NamedTemporaryFile(prefix="rankcall-exec-") as places,
+        tempfile.TemporaryDirectory(prefix="rankcall-exec-", ignore_cleanup_errors=True) as words,
+    ):
         variables = {
             **hooking(),
             "RANKCALL_CAPTURE": recorder,
@@ -61,14 +67,19 @@ def _command(args: list[str], options: JobOptions) -> None:
             "RANKCALL_RUN_DIR": str(run_dir.absolute()) if run_dir else None,
             "RANKCALL_WORKER": None,
             "RANKCALL_SETTLES": None,
+            stderr.FOLDER: words,
             **options.variables(),
         }
         if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
             del variables["RANKCALL_RUN_DIR"]
         with _page(run_dir, options), environment(variables):
-            pid, status = _run(args)
+            pid, status = _run(_keeping_stderr(args))
         with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
-            _report(_places(Path(places.name)), pid, status, options.judged_after)
+            noted = _places(Path(places.name))
+            for place in noted:
+                with contextlib.suppress(OSError):
+                    take_tails(Path(words) / STDERR, place)
+            _report(noted, pid, status, options.judged_after)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)
@@ -115,6 +126,20 @@ def _check(program: str) -> None:
         is_file = Path(program).is_file()
         say(f"{program}: {'not executable' if is_file else 'command not found'}")
         raise typer.Exit(_NOT_EXECUTABLE if is_file else _NOT_FOUND)
+
+
+def _keeping_stderr(args: list[str]) -> list[str]:
+    """Return the command, with the option that keeps the ranks' stderr if it is a torchrun.
+
+    It must be the one beside this Python: another one would not find our entry point, and fail.
+    """
+    program = Path(shutil.which(args[0]) or args[0])
+    head = 1 if program.name == "torchrun" else 0
+    if program.name.startswith("python") and args[1:3] == ["-m", "torch.distributed.run"]:
+        head = 3
+    if not head or program.parent.resolve() != Path(sys.executable).parent.resolve():
+        return args
+    return [*args[:head], *stderr.options_for(args[head:]), *args[head:]]
 
 
 def _run(args: list[str]) -> tuple[int, int]:

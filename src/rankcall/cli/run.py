@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from rankcall.capture.session import check_torch
+from rankcall.cli import stderr
 from rankcall.cli.common import say
 from rankcall.cli.environment import environment
 from rankcall.cli.exits import noting_exits
@@ -77,12 +78,14 @@ def _command(args: list[str], options: JobOptions) -> None:
         began, oom_kills_before = time.time(), oom_kills()
         outcome = Outcome(1)
         variables = {**arming(chosen_dir, recorder, job), **options.variables()}
+        variables[stderr.FOLDER] = str(chosen_dir.resolve())
         with page_of(chosen_dir, options.serve, options.hang_after), environment(variables):
             try:
                 with noting_exits(chosen_dir, host_name()):
-                    outcome = torchrun(job.argv)
+                    outcome = torchrun([*stderr.options_for(job.argv), *job.argv])
             finally:
                 with _undisturbed():
+                    stderr.finish()
                     _finish(chosen_dir, job, rings_before, outcome)
                     _say_why(chosen_dir, outcome, options.judged_after, verdicts_before)
                     _say_what_the_node_knows(outcome, began, oom_kills_before)

@@ -6,6 +6,7 @@ It is a tar file, compressed as its name says (``.tar.zst``, ``.tar.gz``, ``.tgz
     <run>/rings/*.ring                 every rank's ring, moved or live
     <run>/exits/*.jsonl                how workers ended
     <run>/states/<host>.<boot>.json    what living processes were doing when it was collected
+    <run>/stderr/*.stderr              the end of what ranks wrote to stderr, without secrets
     <run>/hangs/*/...                  the watcher's verdicts, with stacks
 
 It may also be a zip file of the same files, or of other tools' dumps. ``unpack`` reads all of them.
@@ -28,9 +29,10 @@ from rankcall.folders import UnsafeFolderError
 from rankcall.ring.layout import HEADER_BYTES, offset_of, parse_header
 from rankcall.run.exits import EXITS, STATES
 from rankcall.run.paths import HANGS
+from rankcall.run.stderr_tails import STDERR
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
-FOLDERS = ("rings", EXITS, STATES)  # they hold only files; HANGS also holds folders
+FOLDERS = ("rings", EXITS, STATES, STDERR)  # they hold only files; HANGS also holds folders
 _META = "run.json"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 NAME = re.compile(

@@ -11,6 +11,7 @@
         rings/rank-00003....4711.tail.ring          its newest records: see ``tails``
         exits/                                      how the workers ended: see ``exits``
         hangs/0001/                                 a verdict of the watcher: see ``hangs``
+        stderr/                                     the end of each rank's: see ``stderr_tails``
         joins.jsonl                                 the sums of each ``Join``: see ``joins``
     /dev/shm/rankcall-<uid>/<run>-<hash>/           the rings of processes that still run
 

@@ -20,6 +20,7 @@
     kept over hindsight              what the job's own watcher said, whether that hang is over, and
                                      what that adds at the end
     evidence                         the input of the kinds: a hang's waits, a running job's times
+    quoting                          what the rank that failed first wrote last to stderr
     shared_group                     ranks of which two threads use the group of a finding
     wait_graph disagreements         the parts of that evidence
 
@@ -49,6 +50,7 @@ from rankcall.analysis.verdicts.kind import CulpritKind, Kind
 from rankcall.analysis.verdicts.mismatch import Mismatch
 from rankcall.analysis.verdicts.missing import Missing
 from rankcall.analysis.verdicts.no_progress import NoProgress
+from rankcall.analysis.verdicts.quoting import with_quotation
 from rankcall.analysis.verdicts.recent_calls import recent_calls
 from rankcall.analysis.verdicts.rpc import Rpc
 from rankcall.analysis.verdicts.shared_group import with_shared_group
@@ -98,6 +100,7 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
         for finding in findings
     ]
     findings = [with_shared_group(snapshot, finding) for finding in findings]
+    findings = [with_quotation(snapshot, finding) for finding in findings]
     order = {kind.kind: kind.order for kind in kinds}
     return sorted(
         findings,

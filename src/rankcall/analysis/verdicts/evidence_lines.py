@@ -157,6 +157,18 @@ def _earlier_wait(fact: Fact, live: bool) -> str:
     return f"a wait at {fact.value('line')} lasted {duration(time_of(fact))} and passed"
 
 
+def _said_last(fact: Fact, live: bool) -> str:
+    lines = fact.value("text").split("\n")
+    return "\n".join(
+        [f"{_rank_alone(fact)} wrote last to stderr:", *(f"| {line}" for line in lines)]
+    )
+
+
+def _failed_later(fact: Fact, live: bool) -> str:
+    ranks = len(others_of(fact).numbers)
+    return f"{count_of(ranks, 'other rank')} failed after that: {name_ranks(others_of(fact))}"
+
+
 def _rpc_waits(fact: Fact, live: bool) -> str:
     to = f", {name_ranks(fact.others)}," if fact.others is not None else ""
     line = f", called at {fact.value('line')}" if fact.value("line") else ""
@@ -217,6 +229,8 @@ LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.TRANSFERS: _transfers,
     Relation.STILL_IN_TRANSFER: lambda fact, live: f"{name_ranks(who(fact))} still in it",
     Relation.EARLIER_WAIT_PASSED: _earlier_wait,
+    Relation.SAID_LAST: _said_last,
+    Relation.FAILED_LATER: _failed_later,
     Relation.RPC_WAITS: _rpc_waits,
     Relation.RPC_RUNS: _rpc_runs,
     Relation.RPC_NOT_RUN: _rpc_not_run,

@@ -136,6 +136,10 @@ class Relation(str, Enum):
     ABSENT_BECAUSE = "absent_because"  # since their last call
     LATE_BECAUSE = "late_because"  # all along, and more than the others
 
+    # Of the ranks that failed, the one that was first, and those that failed later.
+    SAID_LAST = "said_last"  # on stderr: lines that say why it ended. values: text
+    FAILED_LATER = "failed_later"  # others: the ranks that failed after it
+
     # The evidence, and its gaps.
     SEEN_AT = "seen_at"  # the watcher kept that stack so long before the end. values: a place
     NOT_KNOWN = "not_known"  # nothing is known of the ranks. values: why

@@ -51,8 +51,8 @@ def summary(facts: Sequence[Fact], live: bool = True) -> str:
 
 
 def evidence(facts: Sequence[Fact], live: bool = True) -> tuple[str, ...]:
-    """Write each fact as a line that begins in lower case."""
-    return tuple(LINES[fact.relation](fact, live) for fact in facts)
+    """Write each fact as a line that begins in lower case; a quotation has lines of its own."""
+    return tuple(line for fact in facts for line in LINES[fact.relation](fact, live).split("\n"))
 
 
 def as_seen(text: str, seconds: float) -> str:

@@ -1,0 +1,41 @@
+"""Quote what the rank that failed first wrote last to stderr, in the finding about it.
+
+Ranks that failed later are counted, and not quoted: mostly they say that they lost the first one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.sentences import evidence as written
+
+
+def with_quotation(snapshot: Snapshot, finding: Finding) -> Finding:
+    """Return a finding with the words of its first culprit that failed, if they are known."""
+    states = [snapshot.ranks[rank] for rank in finding.ranks]
+    quoted = [state for state in states if state.words]
+    if not quoted:
+        return finding
+    first = max(quoted, key=lambda state: state.gone_s or 0.0)
+    said = Fact(
+        Relation.SAID_LAST, ranks_of(snapshot, [first.rank]), values=(("text", first.words),)
+    )
+    facts = [said]
+    later = [
+        state.rank
+        for state in snapshot.ranks
+        if (state.failure or state.exit not in (None, 0))
+        and not (state.ended_by_launcher or state.aborted)
+        and (state.gone_s or 0.0) < (first.gone_s or 0.0)
+    ]
+    if later:
+        others = ranks_of(snapshot, later)
+        facts.append(Fact(Relation.FAILED_LATER, ranks_of(snapshot, [first.rank]), others=others))
+    return replace(
+        finding,
+        evidence=(*finding.evidence, *written(facts, snapshot.live)),
+        facts=(*finding.facts, *facts),
+    )
