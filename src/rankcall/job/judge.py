@@ -19,11 +19,12 @@ import numpy as np
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.snapshot import Snapshot, threads_in_calls, unfinished
-from rankcall.analysis.verdicts import find, settles_in
+from rankcall.analysis.verdicts import find, find_final, settles_in
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.verdicts.final import Proofs, proofs_in
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in, waits_that_ended
 from rankcall.analysis.verdicts.no_progress import silence_of
@@ -61,6 +62,8 @@ class Judge:
     often to poll the other nodes while this node's ranks go on. ``views`` answers pages.
     ``is_verified`` says whether the newest verdict rests on this node's rings alone, or on values
     that the job's secret seals. Any process that reaches the store may have written another one.
+    ``suspects_endless`` says whether the last look for calls that never end has found a proof that
+    another look must confirm.
     """
 
     def __init__(self, run_dir: Path, hang_after: float) -> None:
@@ -86,6 +89,8 @@ class Judge:
         self._last_verdicts: list[Verdict] = []
         self._told: list[_Told] = []  # the hangs that this rank has told of, and that last
         self._next_look_back_ns = 0
+        self._proofs: Proofs = frozenset()  # of the last look for calls that never end
+        self.suspects_endless = False
         self.next_look = 0.0
         self.is_verified = True
 
@@ -128,26 +133,26 @@ class Judge:
         """Whether this node's ranks are registered with the other nodes."""
         return self._exchange.signed_on
 
-    def look(self, headers: dict[int, Header], first_ns: int, asked: bool) -> bool:
+    def look(
+        self, headers: dict[int, Header], first_ns: int, asked: bool, again: bool = False
+    ) -> bool:
         """Judge the state of the ranks; return whether there is a new verdict.
 
         Args:
             headers: The ring headers of this node's ranks.
             first_ns: When the oldest overdue call was issued, on the monotonic clock.
             asked: Whether another node wants a verdict.
+            again: Return true for a hang with a verdict as well, if all ranks are on this node.
         """
-        seen_ns = time.monotonic_ns()
+        seen_ns, of_this_hang = time.monotonic_ns(), self._since(first_ns)
         mine = self._snapshot(headers)
-        whole = _is_one_node(len(mine.ranks)) or not any(state.blind for state in mine.ranks)
-        since = max(first_ns, self._began_ns)
-
-        def of_this_hang(verdict: Verdict) -> bool:
-            return self._learned.made_ns(verdict) >= since
-
+        whole = _is_whole(mine)
         known = list(filter(of_this_hang, self._all_verdicts()))
         self.next_look = self._next_look(mine, bool(known))
         if whole:
             findings = self._hangs(mine)
+            if again and findings and known:
+                return True
             if not is_news(findings, known) or self._becomes_clear(mine, findings, first_ns):
                 return False
         elif not asked and not self._opens_round(mine, known):
@@ -160,10 +165,35 @@ class Judge:
             self.next_look = time.monotonic() + verdict.again_s
         if not is_news(verdict.findings, known):
             return False
-        self._last_verdicts = [*self._last_verdicts[-1:], verdict]
-        self._learned.made_ns(verdict)
         hang = _Told(first_ns, seen_ns, verdict.findings)
         self._publish(verdict, stacks, of_this_hang, prints, hang)
+        return True
+
+    def look_for_endless(self, headers: dict[int, Header], first_ns: int) -> bool:
+        """Judge calls that no time can end, however young; return whether there is a new verdict.
+
+        Two looks must agree on the proof. Other nodes are not asked, so a job on several nodes
+        waits for the threshold.
+
+        Args:
+            headers: The ring headers of this node's ranks.
+            first_ns: When the oldest call in flight was issued, on the monotonic clock.
+        """
+        seen_ns, of_this_hang = time.monotonic_ns(), self._since(first_ns)
+        mine = self._snapshot(headers)
+        before, self._proofs = self._proofs, proofs_in(mine) if _is_whole(mine) else frozenset()
+        proofs, self.suspects_endless = before & self._proofs, bool(self._proofs - before)
+        if not proofs:
+            return False
+        known = list(filter(of_this_hang, self._all_verdicts()))
+        if not is_news(find_final(mine, self._hang_after, proofs), known):
+            return False
+        stacks = request_stacks(headers.values(), threads_in_calls(mine))
+        mine = _with_stacks(mine, stacks)
+        self.is_verified = True
+        verdict = self._verdict(mine, find_final(mine, self._hang_after, proofs))
+        hang = _Told(first_ns, seen_ns, verdict.findings)
+        self._publish(verdict, stacks, of_this_hang, True, hang)
         return True
 
     def keep_evidence(self, attempt: int) -> None:
@@ -189,6 +219,11 @@ class Judge:
             for verdict in self._all_verdicts()
             if self._learned.made_ns(verdict) >= self._began_ns
         ]
+
+    def _since(self, first_ns: int) -> OfThisHang:
+        """Return what tells whether a verdict was made since then, so of a hang that began then."""
+        since = max(first_ns, self._began_ns)
+        return lambda verdict: self._learned.made_ns(verdict) >= since
 
     def _all_verdicts(self) -> list[Verdict]:
         """Return the verdicts in the run, and those that could not be kept there."""
@@ -304,6 +339,8 @@ class Judge:
 
         It is not printed if another rank has led in the meantime and kept the same verdict.
         """
+        self._last_verdicts = [*self._last_verdicts[-1:], verdict]
+        self._learned.made_ns(verdict)
         where = ""
         try:
             hang.place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
@@ -356,6 +393,12 @@ def _with_stacks(snapshot: Snapshot, stacks: dict[int, str]) -> Snapshot:
         for state in snapshot.ranks
     ]
     return replace(snapshot, ranks=ranks)
+
+
+def _is_whole(snapshot: Snapshot) -> bool:
+    """Return whether this node has all ranks of the job, as far as anybody knows them."""
+    blind = any(state.blind for state in snapshot.ranks)
+    return _is_one_node(len(snapshot.ranks)) or not blind
 
 
 def _is_one_node(world_size: int) -> bool:

@@ -12,16 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from rankcall import background
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
+from rankcall.job.endless import CallNumbers, EndlessCalls
 from rankcall.job.judge import Judge
 from rankcall.job.node import Node
 from rankcall.job.sealing import ADVICE
 from rankcall.record import FLAG_ABANDONED
-from rankcall.ring.follower import RingView
+from rankcall.ring.follower import LiveTables, RingView
 from rankcall.ring.layout import Header
 from rankcall.ring.writer import put
 from rankcall.run.stacks import register_stack_dump, unregister_stack_dump
@@ -46,6 +49,9 @@ class Watcher:
         self._hang_after = hang_after
         self._on_hang = on_hang
         self._records = RingView(recording.ring, recording.geometry)
+        self._calls = CallNumbers(LiveTables(recording.ring, recording.geometry))
+        self._endless = EndlessCalls()
+        self._is_early = False  # the newest verdict of this rank needed no patience
         self._node = Node(recording)
         self._judge: Judge | None = None  # until the recording has its run
         self._stopping = threading.Event()
@@ -99,7 +105,7 @@ class Watcher:
                 self._stopping.wait(_OWN_FAILURE_S)
 
     def _turn(self) -> None:
-        put(self._recording.ring, "overdue_ns", self._overdue_ns())
+        self._note_calls()
         judge = self._judge or self._make_judge()
         if judge is None:
             return
@@ -116,10 +122,17 @@ class Watcher:
         judge.look_back(headers)
         asked = self._is_asked(headers, now, judge)
         due = first_ns != 0 and now >= judge.next_look
-        if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked):
+        # A verdict that needed no patience ends no rank: a call is given the usual time for that.
+        again = self._is_early and self._on_hang == "abort"
+        if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked, again):
             judge.keep_evidence(self._recording.identity.attempt)
             # The ranks of this node may have come to the call later than those of other nodes.
-            self._react_until = time.monotonic() + self._hang_after
+            self._react_until, self._is_early = time.monotonic() + self._hang_after, False
+        elif self._endless.is_due(headers, now) and self._endless.look(judge, headers):
+            judge.keep_evidence(self._recording.identity.attempt)
+            self._is_early = True
+            if self._on_hang != "abort":
+                self._call_for_reaction(judge)
         if self._react_until > 0:
             self._react(judge, overdue_ns, first_ns)
         judge.views.turn(headers, time.monotonic())
@@ -165,14 +178,21 @@ class Watcher:
         self._verdicts += 1
         put(self._recording.ring, "verdicts", self._verdicts)
 
-    def _overdue_ns(self) -> int:
-        """Return when the oldest call was issued that has been in flight for too long, or 0."""
+    def _note_calls(self) -> None:
+        """Write into the ring which call has been in flight for longest, and whether for too long.
+
+        The time is written last: the leader of the node takes the call for that of the time.
+        """
         rows = self._records.unfinished()
         rows = rows[rows["flags"] & FLAG_ABANDONED == 0]
-        if not len(rows):
-            return 0
-        oldest = int(rows["enqueued_ns"].min())
-        return oldest if time.monotonic_ns() - oldest >= self._hang_after * 1e9 else 0
+        ring, oldest_ns = self._recording.ring, 0
+        if len(rows):
+            oldest = rows[np.argmin(rows["enqueued_ns"])]
+            oldest_ns = int(oldest["enqueued_ns"])
+            put(ring, "in_call", self._calls.number_of(oldest))
+        put(ring, "in_call_ns", oldest_ns)
+        is_overdue = time.monotonic_ns() - oldest_ns >= self._hang_after * 1e9
+        put(ring, "overdue_ns", oldest_ns if is_overdue else 0)
 
     def _note_issued(self, headers: dict[int, Header], now: float) -> None:
         """Note which ranks of the node have done anything since the last turn."""

@@ -130,6 +130,9 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "sample_capacity": ("<u4", 3524),  # 0 in rings of rankcall 0.1
     "samples": ("<u8", 3528),  # written so far
     "gc_since_ns": ("<i8", 3536),  # CLOCK_MONOTONIC; a full collection runs since then; 0: none
+    # The oldest call in flight, for the leader of the node. Ranks in one call have one number.
+    "in_call_ns": ("<i8", 3584),  # CLOCK_MONOTONIC; when it was issued; 0: in none
+    "in_call": ("<u8", 3592),
 }
 HEADER = np.dtype(
     {
@@ -262,6 +265,8 @@ class Header:
     tables_used: int = 0  # bytes
     samples: int = 0
     gc_since_ns: int = 0
+    in_call_ns: int = 0
+    in_call: int = 0
 
     @property
     def process(self) -> Process:

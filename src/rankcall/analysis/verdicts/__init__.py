@@ -19,6 +19,7 @@
     encoding decoding                a verdict as JSON, and back
     kept over hindsight              what the job's own watcher said, whether that hang is over, and
                                      what that adds at the end
+    final                            waits that no time can end, which need no patience
     evidence                         the input of the kinds: a hang's waits, a running job's times
     quoting                          what the rank that failed first wrote last to stderr
     shared_group                     ranks of which two threads use the group of a finding
@@ -34,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rankcall.analysis.run_snapshot import ProcessState, snapshot_of_run
-from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.snapshot import Bools, Snapshot
 from rankcall.analysis.verdicts.alone import Alone
 from rankcall.analysis.verdicts.dead import Dead
 from rankcall.analysis.verdicts.deadlock import Deadlock
@@ -42,6 +43,7 @@ from rankcall.analysis.verdicts.desync import Desync
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence
 from rankcall.analysis.verdicts.exhausted import Exhausted
+from rankcall.analysis.verdicts.final import Proofs, is_proved, rows_of
 from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
 from rankcall.analysis.verdicts.hindsight import as_the_watcher_saw
 from rankcall.analysis.verdicts.idle import Idle
@@ -78,17 +80,20 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
+def find(
+    snapshot: Snapshot, hang_after: float = HANG_AFTER_S, endless: Bools | None = None
+) -> list[Finding]:
     """Return what holds a job up, the likeliest root cause first; empty if nothing does.
 
     Args:
         snapshot: Where the ranks stand.
         hang_after: How long a call must be in flight before it counts as hung, in s; see
             ``hang_evidence``.
+        endless: If given, only these calls count as hung.
     """
     kinds = sorted(KINDS, key=lambda kind: kind.order)
     culprits = [kind for kind in kinds if isinstance(kind, CulpritKind)]
-    evidence = hang_evidence(snapshot, hang_after, culprits)
+    evidence = hang_evidence(snapshot, hang_after, culprits, endless)
     findings = [finding for kind in kinds for finding in kind.in_hang(evidence)]
     if not findings:
         findings = [finding for kind in kinds for finding in kind.if_unexplained(evidence)]
@@ -111,6 +116,18 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
             finding.ranks,
         ),
     )
+
+
+def find_final(snapshot: Snapshot, hang_after: float, proofs: Proofs) -> list[Finding]:
+    """Return what holds up calls that are proved never to end, whatever their age.
+
+    Args:
+        snapshot: Where the ranks stand.
+        hang_after: As in ``find``.
+        proofs: The proofs that this snapshot and an earlier one have.
+    """
+    findings = find(snapshot, hang_after, rows_of(snapshot, proofs))
+    return [finding for finding in findings if finding.stops and is_proved(finding, proofs)]
 
 
 def find_slow(snapshot: Snapshot) -> list[Finding]:

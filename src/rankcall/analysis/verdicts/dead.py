@@ -13,7 +13,14 @@ from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.sentences import evidence as written
-from rankcall.analysis.verdicts.suspects import ASKED, Case, Suspect, Suspects, is_interrupted
+from rankcall.analysis.verdicts.suspects import (
+    ASKED,
+    Case,
+    Suspect,
+    Suspects,
+    has_failed,
+    is_interrupted,
+)
 
 # Signals that come from outside. Other ends come of the call that the process was in.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
@@ -27,7 +34,12 @@ class Dead(CulpritKind):
     predicate = Predicate("died", "died")
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
-        """Fit ranks that ended of their own signal or error, or seem to, as others saw it."""
+        """Fit ranks that ended of their own signal or error, or seem to, as others saw it.
+
+        One whose program an exception has ended may take for ever to close down.
+        """
+        if has_failed(suspect.state):
+            return "certain"
         if suspect.rank not in suspects.exits.own:
             # As its records are missing, this becomes "likely".
             return "certain" if _closed_its_connections(suspects.snapshot, suspect) else None
@@ -103,6 +115,8 @@ class Dead(CulpritKind):
         ):
             return self.before_others_failed(evidence, unnoted, self.advice(snapshot, states))
         finding = super()._of_cases(evidence, cases)
+        if all(map(has_failed, states)):
+            finding = replace(finding, predicate=Predicate("failed", "failed"))
         early = [case.rank for case in cases if case.state.blind and case.state.exit is not None]
         if not early:
             return finding
@@ -184,6 +198,8 @@ def _ending(state: RankState) -> tuple[Relation, tuple[tuple[str, str], ...]]:
     if state.launcher_signal:
         name = _signal_name(state.launcher_signal)
         return Relation.ENDED_WITH_LAUNCHER, (("signal", name),)
+    if has_failed(state):
+        return Relation.FAILED_WITH, (("error", state.failure), ("end", "closing"))
     if state.failure and (state.exit is None or state.exit > 0):
         return Relation.FAILED_WITH, (("error", state.failure),)
     if state.exit is None:

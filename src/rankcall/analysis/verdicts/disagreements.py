@@ -134,7 +134,7 @@ def disagreements_in(snapshot: Snapshot, stuck: Bools) -> list[Disagreement]:
     seen: set[int] = set()
     if len(rows):
         rows = rows[np.lexsort((calls["rank"][rows], calls["seq"][rows], calls["group"][rows]))]
-        for piece, differing in _differing(calls, rows):
+        for piece, differing in places_that_differ(calls, rows):
             group = int(calls["group"][piece[0]])
             if group not in seen:
                 seen.add(group)
@@ -143,8 +143,11 @@ def disagreements_in(snapshot: Snapshot, stuck: Bools) -> list[Disagreement]:
     return [*disagreements, *exchanges, *_messages(snapshot, stuck)]
 
 
-def _differing(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]]]:
-    """Yield the places where calls differ, with the fields that differ, by group and seq."""
+def places_that_differ(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]]]:
+    """Yield the places where calls differ, with the fields that differ.
+
+    ``rows`` are collectives, in order of group and sequence number.
+    """
     same = np.stack([calls["group"][rows], calls["seq"][rows]])
     starts = np.flatnonzero(np.concatenate([[True], np.any(same[:, 1:] != same[:, :-1], axis=0)]))
     ends = np.concatenate([starts[1:], [len(rows)]])

@@ -100,7 +100,10 @@ class HangEvidence:
 
 
 def hang_evidence(
-    snapshot: Snapshot, hang_after: float, kinds: Sequence[Classifier]
+    snapshot: Snapshot,
+    hang_after: float,
+    kinds: Sequence[Classifier],
+    endless: Bools | None = None,
 ) -> HangEvidence:
     """Follow the calls that are in flight for long to the ranks that they wait for.
 
@@ -111,6 +114,7 @@ def hang_evidence(
             long beside a call that hangs. If all processes are gone, all calls that never ended
             count, unless they had only just begun.
         kinds: The kinds that classify ranks, in order.
+        endless: The calls that are proved never to end (``final``). Then these alone count as hung.
     """
     calls = snapshot.calls
     in_flight, invalid = unfinished(calls), invalid_calls(calls)
@@ -127,6 +131,8 @@ def hang_evidence(
         hung = in_flight & (lasted >= allowed * _BESIDE)
     hung |= failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
+    if endless is not None:
+        hung, followed = in_flight & endless, in_flight
     # A rank that has ended is in no call, whether it left records or not.
     blind = {state.rank for state in snapshot.ranks if state.blind and state.state != GONE}
     graph = WaitGraph(waits_of(snapshot, followed, hung), blind)

@@ -78,6 +78,9 @@ def _ending(text: str, *, plural: str = "") -> Callable[[Fact, bool], str]:
 def _failed_with(fact: Fact, live: bool) -> str:
     error = fact.value("error")
     comma = "," if error[-1:] not in ".!?" else ""
+    if fact.value("end") == "closing":
+        verbs = verbs_for(len(who(fact).numbers), live)
+        return f"failed with {error}{comma} and {verbs.be} closing down"
     return f"failed with {error}{comma} {ago(live, time_of(fact))}"
 
 

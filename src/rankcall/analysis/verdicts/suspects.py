@@ -125,6 +125,11 @@ def is_interrupted(state: RankState) -> bool:
     return state.exit in _INTERRUPTED or state.failure.startswith("KeyboardInterrupt")
 
 
+def has_failed(state: RankState) -> bool:
+    """Tell whether an exception has ended a program whose process still closes down."""
+    return state.state == ALIVE and bool(state.failure)
+
+
 def _hung_at(snapshot: Snapshot, seconds: float, just_begun_s: float) -> bool:
     """Tell whether a call had lasted for long, so many seconds ago, and has not ended well."""
     calls = snapshot.calls
