@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from worlds import MS, group_of, together, write_world
 
+from rankcall.analysis.stragglers import Stragglers
 from rankcall.analysis.summary import Summary, summarise
+from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.report import json as json_report
 from rankcall.run.load import load
 
@@ -25,6 +27,19 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
     calls += together(2, [5 * MS, 5 * MS + 1], 6 * MS, group, bytes=5000)
     calls += together(3, [8 * MS, 9 * MS], 10 * MS, group, op="barrier", bytes=1, step=1)
     return summarise(load(write_world(tmp_path_factory.mktemp("json") / "run", calls)))
+
+
+def test_who_is_late_and_why(summary: Summary) -> None:
+    """The stragglers, with the cause and how much of their lateness it explains."""
+    assert json.loads(json_report.render(summary))["late"] is None
+    late = Stragglers((1,), "", 0.9, 0.4, 0.8, None, 0, 60.0, 0.0)
+    values = (("cause", "no_cpu"), ("of_s", "40.0"), ("seconds", "12.0"))
+    why = Fact(Relation.LATE_BECAUSE, Ranks((1,)), values=values, number=75.0, unit="%")
+    unknown = json.loads(json_report.render(replace(summary, late=late)))["late"]
+    known = json.loads(json_report.render(replace(summary, late=late, late_because=(why,))))
+    named = {"ranks": [1], "share": 0.9, "cost": 0.4}
+    assert unknown == {**named, "cause": None, "explains": None}
+    assert known["late"] == {**named, "cause": "no_cpu", "explains": 0.75}
 
 
 def test_documented_numbers(summary: Summary) -> None:

@@ -14,6 +14,7 @@ from worlds import MS, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis.summary import Summary, summarise
+from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.printable import clean
 from rankcall.report import summary_text
 from rankcall.report.formatting import (
@@ -81,6 +82,26 @@ def test_the_headline_names_the_straggler(summary: Summary) -> None:
     assert first.ranks == (5,)
     assert first.text.startswith("Rank 5 (node-b) came last in ")
     assert "of waiting" in first.text
+
+
+GC = Fact(
+    Relation.LATE_BECAUSE,
+    Ranks((5,), ("node-b",), 4711),
+    values=(("cause", "gc"), ("of_s", "40.0"), ("seconds", "8.0"), ("full", "yes")),
+    number=93.0,
+    unit="%",
+)
+
+
+def test_the_report_says_why(summary: Summary) -> None:
+    """What the straggler spends the time on, how much of its lateness that is, and what to do."""
+    explained = replace(summary, late_because=(GC,))
+    words = " ".join(summary_text.render(explained, 80).split())
+    assert (
+        "It spent 8.0 s of 40 s collecting garbage (mostly full collections): that explains 93 % "
+        "of its lateness. Call gc.freeze() once everything is set up"
+    ) in words
+    assert "lateness" not in summary_text.render(summary, 80)
 
 
 def test_no_colour_and_no_control_codes(summary: Summary) -> None:

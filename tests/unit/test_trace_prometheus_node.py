@@ -10,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from liveruns import HUNG_S, live_run
 from tracing import origin
 
+from rankcall.analysis.spent import RankSamples, Spending
+from rankcall.ring.layout import SAMPLE, SAMPLE_COUNTERS
 from rankcall.testing.synthetic import synthetic_run
 from rankcall.trace import PrometheusNode
 
@@ -67,6 +70,32 @@ def test_a_hang_is_in_the_metrics(tmp_path: Path, someone: subprocess.Popen[byte
         assert len(metrics[f"rankcall_node_{name}"]) == 1, name
     assert metrics["rankcall_node_collectives_total"][0].value >= 40 * RANKS
     assert not any("rank" in sample.labels for samples in metrics.values() for sample in samples)
+
+
+def test_what_ranks_spend_their_time_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter for each rank and cause, of causes that its system shows."""
+    samples = np.zeros(2, SAMPLE)
+    known = ("gc_ns", "full_gc_ns", "runnable_ns")
+    samples["known"] = sum(1 << SAMPLE_COUNTERS.index(name) for name in known)
+    samples["gc_ns"], samples["full_gc_ns"] = [0, 1_000_000_000], [0, 500_000_000]
+    samples["runnable_ns"], samples["disk_wait_ns"] = [0, 250_000_000], 7
+    rank = RankSamples(3, samples, 0, 0, 0, 0)
+    synthetic_run(tmp_path / "run", RANKS, 60)
+    sink = opened(tmp_path / "run")
+    look = sink._reader.snapshot
+    spending = Spending(sampled=[rank, RankSamples(4, samples[:0], 0, 0, 0, 0)])
+    monkeypatch.setattr(
+        sink._reader, "snapshot", lambda *about: replace(look(*about), spending=spending)
+    )
+    try:
+        late = scraped(sink)["rankcall_late_seconds_total"]
+    finally:
+        sink.close()
+    assert {(s.labels["rank"], s.labels["cause"]): s.value for s in late} == {
+        ("3", "gc"): 1.5,
+        ("3", "no_cpu"): 0.25,
+    }
+    assert {s.labels["host"] for s in late} == {"node-0"}
 
 
 def test_the_ranks_of_the_host_alone(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from rankcall.analysis.details import Details, detail
 from rankcall.analysis.run_snapshot import SnapshotBuilder
+from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.summary import Summary, summarise
 from rankcall.analysis.verdicts import conclude, diagnose, find, judge
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.reasons import reasons_for_lateness
 from rankcall.run.load import Progress, Run
 
 
@@ -35,14 +38,16 @@ def read_report(run: Run, bars: Bars = _silent) -> tuple[Summary, list[Finding]]
     builder = SnapshotBuilder(run)
     with bars("reading records") as progress:
         summary = summarise(run, progress, builder.add)
+    snapshot = builder.finish()
+    summary = _with_reasons(summary, snapshot)
     closed = all(head.header.closed_ns for head in run.heads)
     if closed and any(row.unfinished for row in summary.collectives):
         with bars("diagnosing") as progress:
             findings = diagnose(run, progress=progress).findings
     elif closed:
-        findings = find(builder.finish())
+        findings = find(snapshot)
     else:
-        findings = judge(run, builder.finish()).findings
+        findings = judge(run, snapshot).findings
     return summary, [finding for finding in findings if finding.stops]
 
 
@@ -51,4 +56,14 @@ def read_page(run: Run, bars: Bars = _silent) -> tuple[Details, Diagnosis]:
     builder = SnapshotBuilder(run)
     with bars("reading records") as progress:
         details = detail(run, progress, builder.add)
-    return details, conclude(run, builder.finish())
+    snapshot = builder.finish()
+    details = replace(details, summary=_with_reasons(details.summary, snapshot))
+    return details, conclude(run, snapshot)
+
+
+def _with_reasons(summary: Summary, snapshot: Snapshot) -> Summary:
+    """Return a summary that says why its stragglers are late, as far as their samples show it."""
+    if summary.late is None:
+        return summary
+    reasons = reasons_for_lateness(snapshot, summary.late.ranks, summary.late.cost)
+    return replace(summary, late_because=tuple(reasons))

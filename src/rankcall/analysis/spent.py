@@ -105,6 +105,35 @@ def spent_in(rank: RankSamples, window: int) -> Spent:
     return row if row["seconds"][0] > 0 else row[:0]
 
 
+# The causes for which samples count time, with the counters of each.
+CAUSES = {
+    "gc": ("gc_ns", "full_gc_ns"),
+    "throttled": ("throttled_ns",),
+    "no_cpu": ("runnable_ns",),
+    "disk": ("disk_wait_ns",),
+    "memory": ("memory_stall_ns",),
+    "io": ("io_stall_ns",),
+}
+
+
+def seconds_by_cause(rank: RankSamples) -> dict[str, float]:
+    """Return a rank's newest counters, in s; without those that its system does not show.
+
+    They only grow, except that those of a thread begin anew with another training thread.
+    """
+    if not len(rank.samples):
+        return {}
+    newest = rank.samples[-1]
+    known = {
+        counter for bit, counter in enumerate(SAMPLE_COUNTERS) if int(newest["known"]) >> bit & 1
+    }
+    return {
+        cause: sum(int(newest[counter]) for counter in counters) / _S
+        for cause, counters in CAUSES.items()
+        if known.issuperset(counters)
+    }
+
+
 def _grown(samples: Samples, name: str, inside: npt.NDArray[np.float64]) -> float:
     """Return by how much a counter of time grew in the window, in s; NaN if that is not known."""
     counter = f"{name.removesuffix('_s')}_ns"

@@ -25,6 +25,7 @@ from rankcall.analysis.run_tables import (
     share_of_all,
 )
 from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of, slow_start
+from rankcall.analysis.verdicts.facts import Fact
 from rankcall.problems import Problem
 from rankcall.record import BYTES_PER_GB, bus_factor
 from rankcall.run.joins import JoinSummary
@@ -171,6 +172,7 @@ class Summary:
     sources: TimeSources  # of the times behind all figures
     stragglers: list[Straggler]
     late: Stragglers | None  # those of them that make the others wait, by the one rule
+    late_because: tuple[Fact, ...]  # what these spend the time on; empty if that is not known
     slow_start_ms: float  # the time of the first steps, if they took far longer than the others
     waiting_ms: float  # of all ranks together
     spent_ms: float  # by all ranks together, in collectives and messages
@@ -246,6 +248,7 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         sources=time_sources,
         stragglers=_stragglers(totals, run.hosts, time_sources.is_waiting_known),
         late=find_stragglers(totals, parts, [run.hosts.get(n, "") for n in range(totals.ranks)]),
+        late_because=(),  # the samples are in the rings, which the caller may have read as well
         slow_start_ms=float(parts.lengths[: slow_start(parts)].sum()) / 1e6,
         waiting_ms=float(totals.caused.sum()) / 1e6,
         spent_ms=sum(float(source.measured.spent.sum()) for source in sources) / 1e6,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rankcall.analysis.stragglers import Stragglers
 from rankcall.analysis.summary import Straggler, Summary
+from rankcall.analysis.verdicts.reasons import advice_for
+from rankcall.analysis.verdicts.sentences import reasons
 from rankcall.analysis.verdicts.wording import begin_sentence
 from rankcall.printable import clean
 from rankcall.ranks import format_ranks
@@ -110,7 +112,10 @@ def _blame(summary: Summary, late: Stragglers) -> Headline:
             f" The first {time(summary.slow_start_ms)}, in which steps took far longer, "
             "is left out."
         )
-    if late.host:
+    if summary.late_because:
+        why = reasons(summary.late_because, live=False)
+        detail += f" {why} {advice_for(summary.late_because)}"
+    elif late.host:
         detail += " Look at what they share: its network, its disk, its clock speed, its data."
     return Headline(text, detail, True, late.ranks)
 

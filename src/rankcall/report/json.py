@@ -36,6 +36,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "hosts": _hosts(summary),
         "collectives": _collectives(summary),
         "stragglers": [dict(vars(straggler)) for straggler in summary.stragglers],
+        "late": _late(summary),
         "call_sites": _call_sites(summary),
         "comm_share": _comm_share(summary),
         "joins": [asdict(join) for join in summary.joins],
@@ -68,6 +69,20 @@ def _run(summary: Summary) -> Object:
         "spent_ms": summary.spent_ms,
         "waiting_ms": summary.waiting_ms if summary.sources.is_waiting_known else None,
         "times": vars(summary.sources),
+    }
+
+
+def _late(summary: Summary) -> Object | None:
+    late = summary.late
+    if late is None:
+        return None
+    why = summary.late_because[0] if summary.late_because else None
+    return {
+        "ranks": list(late.ranks),
+        "share": late.share,
+        "cost": late.cost,
+        "cause": why.value("cause") if why is not None else None,
+        "explains": (why.number or 0.0) / 100 if why is not None else None,
     }
 
 

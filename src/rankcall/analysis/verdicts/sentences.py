@@ -44,10 +44,15 @@ def summary(facts: Sequence[Fact], live: bool = True) -> str:
     """
     if not facts:
         return ""
-    reasons = [fact for fact in facts if fact.relation in _REASONS]
+    why = [fact for fact in facts if fact.relation in _REASONS]
     first_facts = [fact for fact in facts if fact.relation not in _REASONS]
-    texts = [_SUMMARIES[first_facts[0].relation](first_facts, live)]
-    return " ".join(texts + [_REASONS[fact.relation](fact, live) for fact in reasons])
+    text = _SUMMARIES[first_facts[0].relation](first_facts, live)
+    return f"{text} {reasons(why, live)}" if why else text
+
+
+def reasons(facts: Sequence[Fact], live: bool = True) -> str:
+    """Write why ranks are late, a sentence for each fact."""
+    return " ".join(_REASONS[fact.relation](fact, live) for fact in facts)
 
 
 def evidence(facts: Sequence[Fact], live: bool = True) -> tuple[str, ...]:

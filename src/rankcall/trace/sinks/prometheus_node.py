@@ -1,4 +1,6 @@
-"""Prometheus by node: one endpoint for all ranks of a host, and series that do not grow with ranks.
+"""Prometheus by node: one endpoint for all ranks of a host, with few series.
+
+Only what the ranks spend their time on has a series for each rank of the host and each cause.
 
 A scrape reads the newest records of the host's ranks in shared memory, on the thread that serves
 it. The ranks send nothing, and between scrapes nothing is read.
@@ -17,6 +19,7 @@ import numpy as np
 from rankcall.analysis.recent_figures import recent_figures
 from rankcall.analysis.run_reader import RunReader
 from rankcall.analysis.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, end_unknown, unfinished
+from rankcall.analysis.spent import seconds_by_cause
 from rankcall.analysis.summary import size_name
 from rankcall.background import holding
 from rankcall.capture import session
@@ -37,7 +40,8 @@ _STATES = (ALIVE, STOPPED, GONE, UNKNOWN)
 class PrometheusNode:
     """Serves metrics of all ranks of a host over HTTP, from the process with local rank 0.
 
-    The labels are host, and for bandwidths op, group and size (eight series at most).
+    The labels are host, for bandwidths op, group and size (eight series at most), and for what
+    makes ranks late the rank and the cause.
     docs/grafana/rankcall.json is a dashboard of them.
 
     Args:
@@ -139,11 +143,20 @@ class PrometheusNode:
             if row.busbw_gbps is not None and np.isfinite(row.busbw_gbps):
                 labels = [*host, row.op, row.group, size_name(row.bucket)]
                 busbw.add_metric(labels, row.busbw_gbps * 1e9)
+        late = core.CounterMetricFamily(
+            "rankcall_late_seconds",
+            "Time that each rank, or its cgroup, spent on what makes ranks late, by cause.",
+            labels=["host", "rank", "cause"],
+        )
+        for sampled in snapshot.spending.sampled:
+            for cause, seconds in seconds_by_cause(sampled).items():
+                late.add_metric([*host, str(sampled.rank), cause], seconds)
         in_flight = unfinished(calls) & ~end_unknown(calls)
         oldest = float(np.max(calls["age_s"][in_flight], initial=0.0))
         return [
             ranks,
             busbw,
+            late,
             counter(
                 "collectives",
                 "Collectives and messages that were issued.",
