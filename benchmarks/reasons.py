@@ -7,7 +7,7 @@ jobs in which another cause is named. ``structural_seconds_median``: from when t
 rank has come to a call that cannot end, to the verdict, with a threshold of an hour.
 
 Causes that this machine cannot have are in ``skipped``, with the reason. ``peers`` has what py-spy
-shows of the late rank while it is late. It and TraceML name no cause, so there is no score of them.
+shows of the late rank while it is late: a line, from which a person may guess the cause.
 
 The planted causes take what they need from the machine: on one that others use as well, ranks wait
 for a CPU in all jobs, and then ``no_cpu`` may be true where another cause is planted. ``load`` says
@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ JOB_S = 300.0  # a job that takes longer is broken
 HANGS = "rankcall-runs/latest/hangs/0001/verdict.json"
 CPU_CGROUP = Path("/sys/fs/cgroup/cpu")  # version 1; of version 2, the cgroup itself
 NAMED = ("late_because", "absent_because")
+_PY_SPY = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 # ``take`` makes its rank late by about so many s. It runs on rank 1 in each step, ``begin`` before.
 BEFORE = """
@@ -290,8 +290,8 @@ def _summary(figures: Figures, load: float) -> dict[str, Any]:
         "structural_seconds": figures.structural_s,
         "skipped": figures.skipped,
         "peers": {
-            "py-spy": "beside each job" if shutil.which("py-spy") else "not installed",
-            "traceml": "installed" if find_spec("traceml") else "not installed",
+            "py-spy": "beside each job" if _PY_SPY else "not installed",
+            "traceml": "not run: it measures loops that are instrumented for it, rank by rank",
         },
         "by_job": figures.jobs,
     }
@@ -376,7 +376,7 @@ def _job(name: str, planted: Planted, mode: str) -> dict[str, Any]:
     began, peer = time.monotonic(), ""
     with _running(script, HANG_AFTER_S, planted.wrapper) as (folder, process):
         late = folder / "late.pid"
-        if mode == "hung" and shutil.which("py-spy"):
+        if mode == "hung" and _PY_SPY:
             _until(late.exists, process)
             peer = _py_spy(_read(str(late)))
         process.wait(JOB_S)
@@ -403,7 +403,7 @@ def _py_spy(pid: str) -> str:
     """Return the line at which py-spy sees the main thread."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         spied = subprocess.run(
-            ["py-spy", "dump", "--pid", pid],
+            [str(_PY_SPY), "dump", "--pid", pid],
             capture_output=True,
             text=True,
             check=False,

@@ -32,7 +32,7 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
 def test_who_is_late_and_why(summary: Summary) -> None:
     """The stragglers, with the cause and how much of their lateness it explains."""
     assert json.loads(json_report.render(summary))["late"] is None
-    late = Stragglers((1,), "", 0.9, 0.4, 0.8, None, 0, 60.0, 0.0)
+    late = Stragglers((1,), "", (24.0,), 0.9, 0.4, 0.8, None, 0, 60.0, 0.0)
     values = (("cause", "no_cpu"), ("of_s", "40.0"), ("seconds", "12.0"))
     why = Fact(Relation.LATE_BECAUSE, Ranks((1,)), values=values, number=75.0, unit="%")
     unknown = json.loads(json_report.render(replace(summary, late=late)))["late"]
