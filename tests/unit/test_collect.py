@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -17,13 +18,18 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from hostile import group, write_ring
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from liveruns import live_run
 
 from rankcall.analysis.verdicts import diagnose
+from rankcall.budget import Budget
 from rankcall.cli import main
 from rankcall.errors import CorruptRunError
 from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create_locked
+from rankcall.run.archive import pack
 from rankcall.run.load import load
 from rankcall.run.paths import create_run, make_live_dir
 from rankcall.run.unpack import unpack
@@ -249,15 +255,15 @@ def test_a_live_ring_is_packed_without_its_unused_end(
 # --- what reading an archive can cost ---
 
 
-def bomb(target: Path, *parts: tuple[tarfile.TarInfo, int]) -> Path:
-    """Write an archive of headers, each before so many zeros."""
+def bomb(target: Path, *parts: tuple[tarfile.TarInfo, int], fill: bytes = b"\0") -> Path:
+    """Write an archive of headers, each before so many zeros, or other bytes."""
     with target.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as out:
         for info, size in parts:
             info.size = size
             out.write(info.tobuf(tarfile.GNU_FORMAT))
             for _ in range(size >> 20):
-                out.write(bytes(1 << 20))
-            out.write(bytes(size & 0xFFFFF))
+                out.write(fill * (1 << 20))
+            out.write(fill * (size & 0xFFFFF))
         out.write(bytes(1024))
     return target
 
@@ -355,10 +361,68 @@ def test_limits(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(f"rankcall.run.unpack.{limit}", value)
     part = of_type(tarfile.REGTYPE), 64 << 20
-    target = bomb(tmp_path / "bomb.tar.zst", part, part, part)
+    target = bomb(tmp_path / "bomb.tar.zst", part, part, part, fill=b"x")
     with pytest.raises(CorruptRunError, match=said):
         unpack(target)
     assert [path.name for path in tmp_path.iterdir()] == ["bomb.tar.zst"]
+
+
+def test_zeros_take_no_disk_and_their_time_is_limited(tmp_path: Path) -> None:
+    """64 MiB of zeros become a hole; an archive of them that takes too long is refused."""
+    parts = [(of_type(tarfile.REGTYPE), 64 << 20)]
+    folder = unpack(bomb(tmp_path / "zeros.tar.zst", *parts), Budget(lambda: 0.0))
+    written = next((folder / "rings").iterdir()).stat()
+    assert (written.st_size, written.st_blocks) == (64 << 20, 0)
+    shutil.rmtree(folder)
+    ticks = itertools.count()
+    slow = Budget(lambda: float(next(ticks)) * 2.0)
+    with pytest.raises(CorruptRunError, match=r"zeros.tar.zst: .*takes longer"):
+        unpack(tmp_path / "zeros.tar.zst", slow)
+
+
+@settings(deadline=None)
+@given(pieces=st.lists(st.tuples(st.booleans(), st.integers(0, 3 << 12)), max_size=8))
+def test_holes_are_where_zeros_were(pieces: list[tuple[bool, int]]) -> None:
+    """What is extracted is what was packed, wherever its zeros begin and end."""
+    content = bytes(4096) + b"".join((b"x" if has_data else b"\0") * n for has_data, n in pieces)
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "x.ring").write_bytes(content)
+        pack([("rings/x.ring", Path(name) / "x.ring")], Path(name) / "x.tar.zst", "run")
+        folder = unpack(Path(name) / "x.tar.zst")
+        assert (folder / "rings" / "x.ring").read_bytes() == content
+        shutil.rmtree(folder)
+
+
+def many_unused_rings(folder: Path, ranks: int) -> Path:
+    """Write an archive of a job of so many ranks, each of which has issued nothing yet."""
+    paths = []
+    for rank in range(ranks):
+        path = folder / f"rank-{rank}.ring"
+        write_ring(path, rank, ranks, [group("0", f"[[0, {ranks}, 1]]")], shape=Geometry())
+        paths.append((f"rings/{path.name}", path))
+    pack(paths, folder / "all.tar.zst", "run")
+    return folder / "all.tar.zst"
+
+
+def test_rings_that_are_hardly_used_are_no_bomb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are mostly zeros, so they are compressed as well as a bomb is."""
+    monkeypatch.setattr("rankcall.run.unpack._RATIO_FROM", 1 << 20)
+    monkeypatch.setattr("rankcall.run.unpack._MOST_RATIO", 1000)
+    archive = many_unused_rings(tmp_path, 64)
+    assert 64 * Geometry().records_offset > 1000 * archive.stat().st_size
+    assert len(load(archive).heads) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1024, 4096])
+def test_an_archive_of_a_large_job_that_did_nothing(tmp_path: Path, ranks: int) -> None:
+    """It was refused from 1,000 ranks on."""
+    run = load(many_unused_rings(tmp_path, ranks))
+    assert (len(run.heads), run.problems) == (ranks, [])
+    used = sum(path.stat().st_blocks * 512 for path in run.path.rglob("*.ring"))
+    assert used < ranks * (32 << 10)
 
 
 def overlapping(target: Path, members: int, size: int) -> Path:

@@ -390,7 +390,7 @@ def load(
     try:
         _refuse_log(source)
         if source.is_file() and is_archive(source):
-            where = _unpacked(source)
+            where = _unpacked(source, budget)
             scratch.append(where)
         paths = ring_paths(where, problems)
         # Dumps may lie in a run directory. They say less than the rings there.
@@ -422,12 +422,12 @@ def _refuse_log(path: Path) -> None:
         )
 
 
-def _unpacked(archive: Path) -> Path:
+def _unpacked(archive: Path, budget: Budget) -> Path:
     """Extract an archive of a run, or of dumps."""
     try:
-        return unpack(archive)
+        return unpack(archive, budget)
     except CorruptRunError as no_run:
-        folder = unpack(archive, dumps=True)
+        folder = unpack(archive, budget, dumps=True)
         if _source_of(folder) is not None:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
@@ -475,10 +475,10 @@ def _run_of(
         )
     heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
     run = Run(where, read_about(where, problems), heads, problems, source)
-    if run.missing_ranks:
+    if missing := run.missing_ranks:
         left = "dump" if "evidence" in run.about else "ring"
         text = (
-            f"{source}: no {left} for {with_noun(run.missing_ranks)} of "
+            f"{source}: no {left} for {with_noun(missing)} of "
             f"{run.world_size}: the results cover the other ranks only"
         )
         problems.append(Problem(ProblemKind.MISSING_RANKS, text))

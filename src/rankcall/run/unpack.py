@@ -22,6 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
+import numpy as np
+
+from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError
 from rankcall.files import create_file, open_regular
 from rankcall.ring.layout import HEADER_BYTES
@@ -36,9 +39,12 @@ _ZIP_TAIL = 22 + (1 << 16)  # bytes that hold the end of a zip file's list
 _MOST_NAME = 200  # characters of the name of a foreign file; its end tells the rank
 _MOST_HEADER = 1 << 16  # of a member's extended header; our archives only have names there
 _MOST_WINDOW = 1 << 25  # bytes that zstd may keep in memory; level 19 needs 8 MiB
-# A new ring is mostly zeros: 560 kB compress to 1 kB. A decompression bomb is all zeros, and zstd
-# compresses 30,000 of them to 1 byte.
+# Of the data that is written. Zeros are not: a ring that is hardly used is 1 MiB of them, and zstd
+# compresses 30,000 to 1 byte, so a run of many such rings would look like a decompression bomb.
+# They become holes, which cost no disk; the time that they take has a limit of its own.
 _MOST_RATIO, _RATIO_FROM = 10_000, 1 << 30
+_PAGE = 4096  # bytes of the smallest hole
+_PIECE = 1 << 20  # bytes that are copied at a time, whole pages
 
 
 class _Refused(tarfile.ReadError):
@@ -74,10 +80,10 @@ class _Member(tarfile.TarInfo):
 
 
 class _Limited:
-    """Reads decompressed data up to the limits."""
+    """Reads decompressed data up to the limits of size and time."""
 
-    def __init__(self, data: IO[bytes], raw: IO[bytes]) -> None:
-        self._data, self._raw = data, raw
+    def __init__(self, data: IO[bytes], budget: Budget) -> None:
+        self._data, self._budget = data, budget
         self._total = 0
 
     def read(self, size: int) -> bytes:
@@ -85,24 +91,76 @@ class _Limited:
         self._total += len(data)
         if self._total > _MOST_TOTAL:
             raise _Refused(f"more than {_MOST_TOTAL >> 30:,} GiB")
-        if self._total > _RATIO_FROM and self._total > _MOST_RATIO * max(1, self._raw.tell()):
-            raise _Refused(f"data that was compressed to less than 1 in {_MOST_RATIO:,}")
+        self._budget.check_time()
         return data
 
 
-def unpack(archive: Path, *, dumps: bool = False) -> Path:
+class _Disk:
+    """Writes members to a folder, up to the limits of what an archive may take there."""
+
+    def __init__(self, folder: Path, raw: IO[bytes], budget: Budget) -> None:
+        self._raw, self._budget = raw, budget
+        self._folder = folder.parent
+        self._room = int(shutil.disk_usage(folder).free * _MOST_OF_FREE)
+        self._written = 0
+
+    def write(self, source: IO[bytes], out: IO[bytes]) -> None:
+        """Copy a member into a new file. Its zeros become holes."""
+        size = 0
+        while piece := source.read(_PIECE):
+            self._budget.check_time()
+            for begin, end in _parts_with_data(piece):
+                self._spend(end - begin)
+                out.seek(size + begin)
+                out.write(piece[begin:end])
+            size += len(piece)
+        out.truncate(size)
+
+    def _spend(self, size: int) -> None:
+        self._written += size
+        if self._written > self._room:
+            raise _Refused(f"more than {self._folder} has room for")
+        if self._written > _RATIO_FROM and self._written > _MOST_RATIO * max(1, self._raw.tell()):
+            raise _Refused(f"data that was compressed to less than 1 in {_MOST_RATIO:,}")
+
+
+def _parts_with_data(piece: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where the parts of a piece begin and end that are not pages of zeros."""
+    whole = len(piece) // _PAGE
+    has_data = np.ones(whole + 2, bool)  # what is left of the last page counts as data
+    has_data[0] = False
+    pages = np.frombuffer(piece, "<u8", whole * _PAGE // 8).reshape(whole, _PAGE // 8)
+    has_data[1:-1] = pages.any(axis=1)
+    has_data[-1] = len(piece) > whole * _PAGE
+    edges = np.flatnonzero(np.diff(has_data, append=False))
+    for first, after in edges.reshape(-1, 2).tolist():
+        yield first * _PAGE, min(after * _PAGE, len(piece))
+
+
+def unpack(archive: Path, budget: Budget | None = None, *, dumps: bool = False) -> Path:
     """Extract an archive into a new temporary folder and return its path. The caller removes it.
 
-    ``dumps``: it holds files of other tools, which are extracted side by side; the folders that
-    they were in become parts of their names.
+    Args:
+        archive: The file.
+        budget: Of the run that the archive holds: its time is that for extracting, too.
+        dumps: The archive holds files of other tools, which are extracted side by side; the folders
+            that they were in become parts of their names.
 
-    Raises ``CorruptRunError`` if the file is not an archive of a run, is damaged, is larger than
-    any run, or does not fit into the temporary folder.
+    Raises:
+        CorruptRunError: The file is not an archive of a run, is damaged, is larger than any run,
+            does not fit into the temporary folder, or takes longer than the budget has time.
     """
+    budget = budget or Budget()
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
-        with open_regular(archive) as raw, _members(raw) as members:
-            rings_or_dumps = _extract_all(members, folder, _flat_name if dumps else _name_in_run)
+        with (
+            open_regular(archive) as raw,
+            budget.reading(archive, os.fstat(raw.fileno())),
+            _members(raw, budget) as members,
+        ):
+            disk = _Disk(folder, raw, budget)
+            naming = _flat_name if dumps else _name_in_run
+            rings_or_dumps = _extract_all(members, folder, naming, disk)
         if not rings_or_dumps:
             raise CorruptRunError(f"{archive}: this archive holds no run")
     except BaseException as error:
@@ -144,7 +202,7 @@ class _Content(NamedTuple):
 
 
 @contextlib.contextmanager
-def _members(raw: BinaryIO) -> Iterator[Iterable[_Content]]:
+def _members(raw: BinaryIO, budget: Budget) -> Iterator[Iterable[_Content]]:
     magic = raw.read(4)
     raw.seek(0)
     if magic == ZIP_MAGIC:
@@ -156,7 +214,7 @@ def _members(raw: BinaryIO) -> Iterator[Iterable[_Content]]:
             yield map(partial(_zip_member, archive), archive.infolist())
         return
     with _plain(raw) as data:
-        limited = cast(Any, _Limited(data, raw))
+        limited = cast(Any, _Limited(data, budget))
         with tarfile.open(fileobj=limited, mode="r|", tarinfo=_Member) as tar:
             yield _tar_members(tar)
 
@@ -248,23 +306,19 @@ def _flat_name(member: str) -> str:
     return name[-_MOST_NAME:].lstrip(".")
 
 
-def _extract_all(members: Iterable[_Content], folder: Path, naming: Naming) -> int:
+def _extract_all(members: Iterable[_Content], folder: Path, naming: Naming, disk: _Disk) -> int:
     """Extract the members that have a name, and return the number of rings or dumps."""
-    room = shutil.disk_usage(folder).free * _MOST_OF_FREE
     rings = 0
     for count, member in enumerate(members, 1):
-        room -= member.size
         if count > _MOST_MEMBERS:
             raise _Refused(f"more than {_MOST_MEMBERS:,} members")
         if member.size > _MOST_BYTES:
             raise _Refused(f"a member of {member.size:,} bytes")
-        if room < 0:
-            raise _Refused(f"more than {folder.parent} has room for")
-        rings += _extract(member, folder, naming)
+        rings += _extract(member, folder, naming, disk)
     return rings
 
 
-def _extract(member: _Content, folder: Path, naming: Naming) -> bool:
+def _extract(member: _Content, folder: Path, naming: Naming, disk: _Disk) -> bool:
     """Extract a member if it gets a name; return whether it is a ring or a dump."""
     inside = naming(member.name)
     if inside.startswith("rings/") and member.size < HEADER_BYTES:
@@ -279,7 +333,7 @@ def _extract(member: _Content, folder: Path, naming: Naming) -> bool:
     except (FileExistsError, NotADirectoryError):
         return False  # the archive has two members of that name
     with out:
-        shutil.copyfileobj(source, out, 1 << 20)
+        disk.write(source, out)
     if naming is _flat_name and 0 < member.mtime < 1 << 33:
         os.utime(target, (member.mtime, member.mtime))
     return naming is _flat_name or inside.startswith("rings/")
