@@ -56,12 +56,33 @@ def test_a_status_that_is_gone_is_unknown(tmp_path: Path, reaped: bool) -> None:
     assert ended.code == (None if reaped else -signal.SIGTERM)
 
 
+def test_a_worker_that_torchrun_ends_is_not_the_first_to_fail(tmp_path: Path) -> None:
+    """On a busy machine, torchrun reaps the failed worker, and ends the others, before a look."""
+    watch = ExitWatch(tmp_path, "h")
+    with start_worker(0) as failed, start_worker(2) as ended:
+        try:
+            watch._poll(0)
+            failed.kill()
+            failed.wait(timeout=20)
+            watch._poll(20)
+            ended.send_signal(signal.SIGTERM)
+            watch._poll(20)
+        finally:
+            failed.kill()
+            ended.kill()
+            watch._selector.close()
+    noted = {known.rank: (known.code, known.by_launcher) for known in read_exits(tmp_path)}
+    assert noted == {0: (None, False), 2: (-signal.SIGTERM, True)}
+
+
 def test_torchrun_knows_a_code_that_nobody_else_read(tmp_path: Path) -> None:
     """After the job, a known code replaces an unknown one; a code that was read stays."""
     note_exit(tmp_path, Exit(0, 0, "h", 10, None, 1))
     note_exit(tmp_path, Exit(1, 0, "h", 11, -9, 1))
     note_exit(tmp_path, Exit(2, 0, "h", 12, None, 1))
+    note_exit(tmp_path, Exit(4, 0, "h", 14, None, 1))  # it has no ring
     headers = [header_of(rank, 10 + rank) for rank in range(4)]
-    note_failures(tmp_path, Outcome(1, {(0, 10): 3, (1, 11): -15, (3, 13): -15}), headers)
+    codes = {(0, 10): 3, (1, 11): -15, (3, 13): -15, (4, 14): 1}
+    note_failures(tmp_path, Outcome(1, codes), headers)
     ends = {ended.rank: (ended.code, ended.by_launcher) for ended in read_exits(tmp_path)}
-    assert ends == {0: (3, False), 1: (-9, False), 2: (None, False), 3: (-15, True)}
+    assert ends == {0: (3, False), 1: (-9, False), 2: (None, False), 3: (-15, True), 4: (1, False)}

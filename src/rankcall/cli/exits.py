@@ -43,7 +43,9 @@ class ExitWatch:
         self._run_dir, self._host = run_dir, host
         self._known: set[int] = set()
         self._stop_noted = False  # the launcher got a signal to stop, and its workers end with it
-        self._failed_s: float | None = None  # when a worker failed, and torchrun ends the others
+        self._failed_s: float | None = (
+            None  # when a worker may have failed, and torchrun ends the others
+        )
         self._stopping = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="rankcall-exits", daemon=True)
@@ -116,6 +118,9 @@ class ExitWatch:
         try:
             status = os.waitid(os.P_PID, worker.pid, _PEEK)
         except ChildProcessError:  # torchrun has reaped the worker already
+            # It may have failed, and then torchrun ends the others now. To take them for the cause
+            # would name a wrong rank.
+            self._failed_s = self._failed_s or time.monotonic()
             self._write(worker.rank, worker.attempt, worker.pid, None)
             return
         if status is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rankcall.analysis.verdicts import diagnose
@@ -30,14 +31,21 @@ def note_failures(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) ->
     Raises:
         OSError: The run directory cannot be written.
     """
-    noted = {(known.rank, known.pid) for known in read_exits(run_dir) if known.code is not None}
+    ends = {
+        (header.rank, header.pid): Exit(
+            *(header.rank, header.attempt, header.host, header.pid),
+            code=None,
+            epoch_ns=header.last_sign_epoch_ns,
+        )
+        for header in headers
+    }
+    # A worker that failed before it made a process group has no ring, but its end was seen.
+    ends |= {(known.rank, known.pid): known for known in read_exits(run_dir)}
     others_failed = any(code != TERMINATED for code in outcome.failed.values())
-    for header in headers:
-        code = outcome.failed.get((header.rank, header.pid))
-        if code is not None and (header.rank, header.pid) not in noted:
+    for process, code in outcome.failed.items():
+        if process in ends and ends[process].code is None:
             by_launcher = others_failed and code == TERMINATED
-            process = header.rank, header.attempt, header.host, header.pid
-            note_exit(run_dir, Exit(*process, code, header.last_sign_epoch_ns, by_launcher))
+            note_exit(run_dir, replace(ends[process], code=code, by_launcher=by_launcher))
 
 
 def note_own_exit(run: Run, pid: int, code: int) -> None:
