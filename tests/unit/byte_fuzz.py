@@ -1,15 +1,22 @@
 """Damage to the bytes of anything: a fuzzer that starts from sound inputs and knows no format.
 
 It changes, inserts, removes and copies pieces, and puts in texts and numbers that readers stumble
-over. The inputs depend on the seed alone.
+over. The inputs depend on the seed alone, and, if it is guided, on what the reader does with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import resource
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import rankcall
 
 ODD = (
     *(b"0", b"-1", b"1e999", b"1" * 400, b"9" * 19, b"9223372036854775808", b"NaN", b"null"),
@@ -20,6 +27,8 @@ ODD = (
 _MOST_BYTES = 1 << 20
 _MOST_S = 30.0  # of this process's time, for one input
 _MOST_RSS = 1 << 30  # bytes by which the process may grow
+_MOST_KEPT = 512  # inputs that are damaged further
+_OURS = str(Path(rankcall.__file__).parent)
 
 
 def damaged(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
@@ -48,6 +57,34 @@ def damaged(chance: random.Random, seeds: Sequence[bytes]) -> bytes:
     return bytes(data[:_MOST_BYTES])
 
 
+class Reached:
+    """The lines of some code, by default rankcall's, that have been reached.
+
+    It uses Python's tracing, which makes a reader slower.
+    """
+
+    def __init__(self, place: str = _OURS) -> None:
+        self._place = place
+        self.lines: set[tuple[CodeType, int]] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the lines that this thread reaches in the block."""
+        before = sys.gettrace()
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._on_line if frame.f_code.co_filename.startswith(self._place) else None
+
+    def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self.lines.add((frame.f_code, frame.f_lineno))
+        return self._on_line
+
+
 def fuzz(
     read: Callable[[bytes], object],
     seeds: Sequence[bytes],
@@ -55,19 +92,24 @@ def fuzz(
     times: int = 0,
     seconds: float = 0.0,
     seed: int = 1,
+    reached: Reached | None = None,
 ) -> int:
     """Read damaged inputs, so many or for so long; return how many.
+
+    With ``reached``, an input that leads to lines that no other has reached is damaged further.
 
     Raises ``AssertionError`` with the input if the reader raises anything that is not allowed, if
     it takes long, or if the process has grown.
     """
     chance, count, until = random.Random(seed), 0, time.monotonic() + seconds
-    before = _most_rss()
+    before, kept = _most_rss(), list(seeds)
+    watching = reached.watching if reached is not None else contextlib.nullcontext
     while count < times or time.monotonic() < until:
-        data = damaged(chance, seeds)
-        began = time.process_time()
+        data = damaged(chance, kept)
+        began, known = time.process_time(), len(reached.lines) if reached is not None else 0
         try:
-            read(data)
+            with watching():
+                read(data)
         except allowed:
             pass
         except BaseException as error:
@@ -76,6 +118,10 @@ def fuzz(
         assert took < _MOST_S, f"input {count} of seed {seed} took {took:.0f} s: {data!r:.4000}"
         grown = _most_rss() - before
         assert grown < _MOST_RSS, f"input {count} of seed {seed} took {grown:,} bytes"
+        if reached is not None and len(reached.lines) > known:
+            if len(kept) == _MOST_KEPT:  # one of those that are not the seeds
+                kept.pop(chance.randrange(len(seeds), len(kept)))
+            kept.append(data)
         count += 1
     return count
 

@@ -1,7 +1,7 @@
 """Whatever the bytes are, each reader of what others wrote returns or raises its own error.
 
 The same few inputs every time; ``make test-long`` fuzzes each reader for ten minutes, from
-another seed each time.
+another seed each time, and goes on from inputs that reach new lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from byte_fuzz import fuzz
+from byte_fuzz import Reached, fuzz
 from dumps import Fault, simulate, write_dumps
 from ring_fuzz import _record_field, apply, sound_bytes
 
@@ -217,6 +217,28 @@ def test_any_bytes(name: str, tmp_path: Path) -> None:
     assert fuzz(target.read, target.seeds, target.allowed, times=_TIMES) == _TIMES
 
 
+def test_inputs_that_reach_new_lines_are_kept() -> None:
+    """So a fuzzer gets through comparisons one after the other, not only all at once."""
+    deepest = 0
+
+    def read(data: bytes) -> None:
+        nonlocal deepest
+        if data[0:1] in near:
+            deepest = max(deepest, 1)
+            if data[1:2] in near:
+                deepest = max(deepest, 2)
+                if data[2:3] in near:
+                    deepest = max(deepest, 3)
+                    if data[3:4] in near:
+                        deepest = 4
+
+    near = [bytes([byte]) for byte in range(128, 136)]
+    fuzz(read, [bytes(8)], (), times=4000)
+    assert deepest < 4
+    fuzz(read, [bytes(8)], (), times=4000, reached=Reached(__file__))
+    assert deepest == 4
+
+
 def test_a_signalling_nan(tmp_path: Path) -> None:
     """A device time that is a signalling NaN made numpy warn on stderr."""
     nan = {4: 0x7F80_0001, 8: 0x7FF0_0000_0000_0001}[RECORD["device_ms"].itemsize]
@@ -229,9 +251,10 @@ def test_a_signalling_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_for_long(name: str, tmp_path: Path) -> None:
     """The same for ten minutes, or for RANKCALL_FUZZ_SECONDS, from another seed each time."""
-    target = TARGETS[name](tmp_path)
+    target, reached = TARGETS[name](tmp_path), Reached()
     seconds = float(os.environ.get("RANKCALL_FUZZ_SECONDS", "600"))
     seed = time.time_ns()
-    count = fuzz(target.read, target.seeds, target.allowed, seconds=seconds, seed=seed)
-    print(f"{name}: {count:,} inputs of seed {seed}")
+    about = {"seconds": seconds, "seed": seed, "reached": reached}
+    count = fuzz(target.read, target.seeds, target.allowed, **about)
+    print(f"{name}: {count:,} inputs of seed {seed} reached {len(reached.lines):,} lines")
     assert count
