@@ -154,6 +154,26 @@ def test_both_receive_first(tmp_path: Path) -> None:
     assert causes(diagnose_calls(tmp_path, calls, states={})) == [("deadlock", (0, 1))]
 
 
+def test_how_far_both_had_come(tmp_path: Path) -> None:
+    """A deadlock says once who waits for whom, and how many messages went through before."""
+    calls = [*TWO_OPS_ENDED]
+    for seq in range(1, 84):
+        for source, target in ((0, 1), (1, 0)):
+            at, ended = seq * MS, {"group": WORLD, "peer": target, "line": 3}
+            calls.append(Call(source, seq, at, at + 1, "send", **ended))
+            calls.append(Call(target, seq, at, at + 1, "recv", **{**ended, "peer": source}))
+    at = 90 * MS
+    calls += [Call(rank, 84, at, None, "recv", group=WORLD, peer=1 - rank) for rank in (0, 1)]
+    calls.sort(key=lambda call: call.at)
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert finding.kind == "deadlock"
+    assert set(finding.evidence) == {
+        "rank 0 has sent 83 messages to rank 1 (tag 0); the 84th is awaited",
+        "rank 1 has sent 83 messages to rank 0 (tag 0); the 84th is awaited",
+    }
+    assert finding.summary.count("recv #84") == 2
+
+
 def test_tags_that_do_not_match(tmp_path: Path) -> None:
     """A send and a receive with different tags are a deadlock, and the summary has both tags."""
     calls = [*TWO_OPS_ENDED, message(0, "send", 1, tag=1), message(1, "recv", 0, tag=2)]

@@ -440,6 +440,21 @@ LINES = [
         f"{NAME} in recv #3 from any rank (tag 2, group 1 (mesh_pp)) at pipe.py:5, for rank 0 (node-a, pid 100)",
         f"{NAMES} in recv #3 from any rank (tag 2, group 1 (mesh_pp)) at pipe.py:5, for ranks 4-5 (node-c)",
     ),
+    (
+        of(R.MESSAGES_SO_FAR, 83, way="sent", tag="2"),
+        "rank 2 has sent 83 messages to rank 0 (tag 2); the 84th is awaited",
+        None,
+    ),
+    (
+        of(R.MESSAGES_SO_FAR, 1, way="received", tag="2"),
+        "rank 2 has received 1 message from rank 0 (tag 2); the 2nd waits to be received",
+        None,
+    ),
+    (
+        of(R.MESSAGES_SO_FAR, 0, way="sent", tag="2"),
+        "rank 2 has sent no message to rank 0 (tag 2); the 1st is awaited",
+        None,
+    ),
     (of(R.TAGS_DIFFER, tags="4 5"), "tag 4 and tag 5 do not match, from rank 2 to rank 0", None),
     (
         of(R.PASSED, None, CALL, dtype="int32"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.snapshot import P2P, SEND, Snapshot
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
@@ -16,6 +16,7 @@ from rankcall.analysis.verdicts.facts import (
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
 
 
@@ -51,7 +52,8 @@ class Deadlock(Kind):
             hosts=hosts_of(snapshot, cycle.ranks),
             confidence="likely" if any(wait.soft for wait in cycle.waits) else "certain",
             said=[circle, *(tags or steps)],
-            shown=steps,
+            # The steps are said once: in the summary, as far as it has room for them.
+            shown=[*(steps if tags else steps[SHOWN:]), *_so_far(snapshot, cycle.waits)],
             live=snapshot.live,
             advice=_advice(cycle),
             **fields_of_wait(snapshot, longest),
@@ -60,6 +62,37 @@ class Deadlock(Kind):
 
 def _inside(cycle: Cycle, ranks: Sequence[int]) -> list[int]:
     return [rank for rank in ranks if rank in cycle.ranks] or list(ranks)
+
+
+def _so_far(snapshot: Snapshot, waits: Sequence[Wait]) -> list[Fact]:
+    """Return how many messages went through each channel of a circle, as far as that is known."""
+    facts, calls = [], snapshot.calls
+    for wait in waits:
+        channel = wait.channel
+        if channel is None or len(wait.absent) != 1 or len(wait.waiters) != 1 or wait.any_source:
+            continue
+        # The end that has not come: the sender of a message that is awaited, or the receiver.
+        absent, waiter = wait.absent[0], wait.waiters[0]
+        way = "sent" if absent == channel.source else "received"
+        rows = (
+            (calls["kind"] == P2P)
+            & (calls["rank"] == absent)
+            & (calls["group"] == wait.group)
+            & (calls["peer"] == waiter)
+            & (calls["tag"] == channel.tag)
+            & ((calls["op"] == SEND) == (way == "sent"))
+        )
+        count = int(calls["seq"][rows].max(initial=0))
+        if count != wait.seq - 1:
+            continue  # the older records are lost, or other threads issue messages there
+        ends = (ranks_of(snapshot, [rank]) for rank in (absent, waiter))
+        subject, others = ends
+        values = (("way", way), ("tag", str(channel.tag)))
+        so_far = Relation.MESSAGES_SO_FAR
+        facts.append(
+            Fact(so_far, subject, others=others, values=values, number=count, unit="messages")
+        )
+    return facts
 
 
 def _different_tags(snapshot: Snapshot, waits: Sequence[Wait]) -> list[Fact]:

@@ -18,7 +18,7 @@ from rankcall.analysis.verdicts.naming import (
     verbs_for,
     who,
 )
-from rankcall.analysis.verdicts.wording import count_of, duration
+from rankcall.analysis.verdicts.wording import count_of, duration, ordinal
 
 
 def _rank_alone(fact: Fact) -> str:
@@ -56,6 +56,17 @@ def _waits_in_turn(fact: Fact, live: bool) -> str:
 def _waits_for(fact: Fact, live: bool) -> str:
     return (
         f"{name_ranks(who(fact))} in {name_call(call_in(fact))}, for {name_ranks(others_of(fact))}"
+    )
+
+
+def _messages_so_far(fact: Fact, live: bool) -> str:
+    count, way = int(time_of(fact)), fact.value("way")
+    between = "to" if way == "sent" else "from"
+    waits = "is awaited" if way == "sent" else "waits to be received"
+    messages = count_of(count, "message") if count else "no message"
+    return (
+        f"{_rank_alone(fact)} {verbs_for(1, live).have} {way} {messages} {between} rank "
+        f"{others_of(fact).numbers[0]} (tag {fact.value('tag')}); the {ordinal(count + 1)} {waits}"
     )
 
 
@@ -209,6 +220,7 @@ LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.WAITS_IN: _waits_in,
     Relation.WAITS_IN_TURN: _waits_in_turn,
     Relation.WAITS_FOR: _waits_for,
+    Relation.MESSAGES_SO_FAR: _messages_so_far,
     Relation.TAGS_DIFFER: _tags_differ,
     Relation.PASSED: _side,
     Relation.SENDS: _side,

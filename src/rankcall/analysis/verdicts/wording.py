@@ -35,6 +35,13 @@ def begin_sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def ordinal(number: int) -> str:
+    """Write a place in a row: ``1st``, ``2nd``, ``11th``, ``83rd``."""
+    teens = 10 < number % 100 < 14
+    ending = "th" if teens else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{ending}"
+
+
 def numbered(op: str, seq: int) -> str:
     """Return ``recv #51``, or ``recv`` if it has no number before its message comes."""
     return f"{op} #{seq}" if seq > 0 else op
