@@ -13,6 +13,7 @@ from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.collectives import OP_NAMES
 from rankcall.analysis.device_times import TimeSources, sources_of
+from rankcall.analysis.gaps import Gap, gaps_of
 from rankcall.analysis.measuring import Measured, measure_collectives, measure_messages
 from rankcall.analysis.run_tables import (
     RankRow,
@@ -32,6 +33,8 @@ from rankcall.run.joins import JoinSummary
 from rankcall.run.load import Progress, Run, RunGroup, label_groups
 
 TIMES = ("host", "device", "unknown")  # the names of HOST, DEVICE and ISSUE
+# Ranks whose lines are looked up: stragglers, and those that caused so much of the waiting.
+_SUSPICIOUS, _MOST_SUSPECTS = 0.3, 3
 _BUCKETS = 64  # of sizes, by powers of two: a size has at most 63 bits
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -173,6 +176,7 @@ class Summary:
     stragglers: list[Straggler]
     late: Stragglers | None  # those of them that make the others wait, by the one rule
     late_because: tuple[Fact, ...]  # what these spend the time on; empty if that is not known
+    gaps: list[Gap]  # where those that caused much of the waiting spend their time
     slow_start_ms: float  # the time of the first steps, if they took far longer than the others
     waiting_ms: float  # of all ranks together
     spent_ms: float  # by all ranks together, in collectives and messages
@@ -234,6 +238,10 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         for table, waited in zip(messages, waits.of_messages, strict=True)
     ]
     started, duration = _when(run, run_tables)
+    stragglers = _stragglers(totals, run.hosts, time_sources.is_waiting_known)
+    late = find_stragglers(totals, parts, [run.hosts.get(n, "") for n in range(totals.ranks)])
+    suspects = list(late.ranks) if late else []
+    suspects += [row.rank for row in stragglers if (row.share or 0.0) >= _SUSPICIOUS]
     return Summary(
         path=str(run.path),
         about=run.about,
@@ -246,9 +254,10 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         hosts=clocks,
         collectives=rows_by_size(sources),
         sources=time_sources,
-        stragglers=_stragglers(totals, run.hosts, time_sources.is_waiting_known),
-        late=find_stragglers(totals, parts, [run.hosts.get(n, "") for n in range(totals.ranks)]),
         late_because=(),  # the samples are in the rings, which the caller may have read as well
+        stragglers=stragglers,
+        late=late,
+        gaps=gaps_of(run, list(dict.fromkeys(suspects))[:_MOST_SUSPECTS]),
         slow_start_ms=float(parts.lengths[: slow_start(parts)].sum()) / 1e6,
         waiting_ms=float(totals.caused.sum()) / 1e6,
         spent_ms=sum(float(source.measured.spent.sum()) for source in sources) / 1e6,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rankcall.analysis.gaps import Gap
 from rankcall.analysis.verdicts.wording import IN_HOURS, IN_MINUTES
 from rankcall.printable import clean
 
@@ -71,6 +72,17 @@ def line_names(call_site: str, user_line: str) -> str:
     """Write a line as ``train.py:12``, or with a framework's ``train.py:12 (trainer.py:340)``."""
     name = PurePath(call_site).name
     return f"{PurePath(user_line).name} ({name})" if user_line else name
+
+
+def gap_text(gap: Gap) -> str:
+    """Write a gap: ``rank 2: 15.2 ms between stage.py:15 and :18, 60 times; others 3.10 ms``."""
+    after, before = (line_names(str(site), site.user_line) for site in (gap.after, gap.before))
+    name, _, line = before.rpartition(":")
+    if name == after.rpartition(":")[0] and line.isdecimal():
+        before = f":{line}"
+    lines = f"between {after} and {before}" if after != before else f"from {after} to its next call"
+    usual = f"; others {time(gap.usual_ms)}" if gap.usual_ms is not None else ""
+    return f"rank {gap.rank}: {time(gap.median_ms)} {lines}, {plural(gap.times, 'time')}{usual}"
 
 
 def rate(gbps: float | None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rankcall.analysis.gaps import Gap
 from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.encoding import SCHEMA, Object, finding_object, verdict_object
 from rankcall.analysis.verdicts.finding import Finding
@@ -37,6 +38,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "collectives": _collectives(summary),
         "stragglers": [dict(vars(straggler)) for straggler in summary.stragglers],
         "late": _late(summary),
+        "gaps": [_gap(gap) for gap in summary.gaps],
         "call_sites": _call_sites(summary),
         "comm_share": _comm_share(summary),
         "joins": [asdict(join) for join in summary.joins],
@@ -121,6 +123,10 @@ def _collectives(summary: Summary) -> list[Object]:
         bucket = entry.pop("bucket")
         rows.append({**entry, "size_bucket": size_name(bucket), "size_bucket_bytes": bucket})
     return rows
+
+
+def _gap(gap: Gap) -> Object:
+    return {**vars(gap), "after": gap.after.shown, "before": gap.before.shown}
 
 
 def _call_sites(summary: Summary) -> list[Object]:

@@ -22,6 +22,7 @@ from rankcall.report.formatting import (
     as_text,
     cut,
     fitted,
+    gap_text,
     listed,
     percent,
     plural,
@@ -216,7 +217,11 @@ def _stragglers(summary: Summary, named: Sequence[int], room: int) -> Renderable
         names=2,
         marked=[place for place, straggler in enumerate(shown) if straggler.rank in named],
     )
-    return _more(table, len(summary.stragglers) - len(shown), "rank")
+    body = _more(table, len(summary.stragglers) - len(shown), "rank")
+    if not summary.gaps:
+        return body
+    lines = [wrapped(clean(gap_text(gap)), room) for gap in summary.gaps]
+    return Group(body, Text("In no call (median):", "dim"), Text("\n".join(lines)))
 
 
 def _straggler(straggler: Straggler, wide: bool) -> list[str]:

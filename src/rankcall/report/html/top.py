@@ -17,7 +17,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.wording import begin_sentence, numbered
 from rankcall.problems import ProblemKind, texts, without
 from rankcall.ranks import with_noun
-from rankcall.report.formatting import line_names, percent, plural, time
+from rankcall.report.formatting import gap_text, line_names, percent, plural, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, below_peers
 
@@ -152,7 +152,8 @@ def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = (
     # A run that was stopped has no normal ends: the finding says why, and of whom.
     stopped = any(finding.stops for finding in findings)
     gaps = _gaps(details, ends=not stopped)
-    return [*map(item_of_finding, findings), *_late(details), *_slow(curves), *gaps]
+    late = [*_late(details), *_between(details)]
+    return [*map(item_of_finding, findings), *late, *_slow(curves), *gaps]
 
 
 def item_of_finding(finding: Finding) -> Item:
@@ -177,6 +178,15 @@ def _late(details: Details) -> Iterator[Item]:
             f"the others together, {percent(line.share)} of what it cost by being last.",
             line.site.shown if line.site.line else "",
         )
+
+
+def _between(details: Details) -> Iterator[Item]:
+    """Yield where ranks that keep the others waiting spend their time."""
+    for gap in details.summary.gaps:
+        spent = f"{time(gap.total_ms)} in all, in no call"
+        usual = f"; other ranks: {time(gap.usual_ms)} (median)" if gap.usual_ms is not None else ""
+        where = f"{gap.after.shown} … {gap.before.shown}"
+        yield Item("note", gap_text(gap).partition(";")[0], f"{spent}{usual}.", where)
 
 
 def _slow(curves: list[Curve]) -> Iterator[Item]:
