@@ -49,8 +49,8 @@ def gaps_of(run: Run, ranks: Sequence[int]) -> list[Gap]:
     for rank in others:
         for lines, lasted in _between_lines(run, rank).items():
             compared.setdefault(lines, []).append(float(np.median(lasted)))
-    found = (_largest(rank, _between_lines(run, rank), compared) for rank in ranks)
-    return [gap for gap in found if gap is not None]
+    gaps = (_largest(rank, _between_lines(run, rank), compared) for rank in ranks)
+    return [gap for gap in gaps if gap is not None]
 
 
 def _largest(
