@@ -50,6 +50,33 @@ def jobs(zygote: Zygote, tmp_path: Path) -> Iterator[RecordedJobs]:
     recorded.remove_rings()
 
 
+@pytest.fixture(scope="session")
+def counting_zygote(devices: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The process that forks all ranks whose calls of CUDA are counted."""
+    from cuda_calls import can_count, compile_counter
+    from recorded_jobs import start_zygote
+
+    if not can_count():
+        pytest.skip("the counter of CUDA's calls needs x86-64 and a C compiler")
+    counter = compile_counter(tmp_path_factory.mktemp("counter"))
+    process = start_zygote(LD_PRELOAD=str(counter))
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def counted_jobs(counting_zygote: Zygote, tmp_path: Path) -> Iterator[RecordedJobs]:
+    """Starts jobs whose ranks are recorded, and whose calls of CUDA are counted."""
+    from cuda_calls import PRELUDE as COUNTING
+    from recorded_jobs import PRELUDE, RecordedJobs
+    from simulated_devices.testing import Jobs
+
+    with Jobs(counting_zygote, tmp_path, COUNTING + PRELUDE) as started:
+        recorded = RecordedJobs(started, tmp_path)
+        yield recorded
+    recorded.remove_rings()
+
+
 @pytest.fixture(params=["native", "python"])
 def capture(request: pytest.FixtureRequest) -> str:
     """The capture that the ranks record with: pass it as ``RANKCALL_CAPTURE``."""

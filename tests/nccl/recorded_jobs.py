@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from rankcall.run.paths import trusted_live_dirs
 # What every rank executes before its program. `wait_told` waits for `RecordedJob.tell`.
 PRELUDE = """
 import rankcall
-recording = rankcall.enable()
+if os.environ.get("RANKCALL_CAPTURE") != "off": recording = rankcall.enable()
 def wait_told(name): wait_until(lambda: os.path.exists(os.environ["JOB"] + "/" + name), 100)
 """
 
@@ -124,13 +125,13 @@ def _unfinished(rows: pl.DataFrame) -> str:
         return f"of {len(rows)} records, these have no end:\n{found}"
 
 
-def start_zygote() -> Zygote:
-    """Start the process that forks the ranks.
+def start_zygote(**variables: str) -> Zygote:
+    """Start the process that forks the ranks; ``variables`` are added to its environment.
 
     Raises:
         DevicesError: The installed torch cannot run on simulated devices.
     """
-    return Zygote(gpus=4, memory="1GiB")
+    return Zygote(gpus=4, memory="1GiB", base=os.environ | variables)
 
 
 def torch_version() -> tuple[int, int]:

@@ -78,6 +78,91 @@ say("hangs"); wait_told("end"); os._exit(0)
     job.job.succeed()
 
 
+def test_a_hang_holds_back_what_is_behind_it_alone(jobs: RecordedJobs, capture: str) -> None:
+    """Of the group that hangs, no op ends; of another one that goes on meanwhile, each does."""
+    job = jobs.start(
+        2,
+        PROGRAM
+        + """
+second = dist.new_group()
+dist.all_reduce(x); dist.all_reduce(y, group=second); torch.cuda.synchronize()
+if rank == 0:
+    for i in range(32): dist.all_reduce(x, async_op=True)
+for i in range(8): dist.all_reduce(y, group=second, async_op=True)
+say("hangs"); wait_told("end"); os._exit(0)
+""",
+        RANKCALL_CAPTURE=capture,
+    )
+    job.job.wait_for("hangs", 0)
+    job.wait_for(lambda rows: rows.filter(status="completed").height >= 4 + 2 * 8)
+    rows = job.after_a_look()
+    stuck = rows.filter(rows["status"] != "completed")
+    assert stuck["group"].n_unique() == 1
+    assert stuck.select("rank", "seq").rows() == [(0, number) for number in range(2, 34)]
+    assert not stuck["abandoned"].any()
+    job.tell("end")
+    job.job.succeed()
+
+
+def test_a_message_s_number_is_not_a_collective_s(jobs: RecordedJobs, capture: str) -> None:
+    """A message that ends does not end the collective of the same number, which hangs."""
+    job = jobs.start(
+        2,
+        PROGRAM
+        + """
+dist.all_reduce(x); message(); torch.cuda.synchronize()
+if rank == 0: dist.all_reduce(x, async_op=True)
+work = (dist.isend if rank == 0 else dist.irecv)(y, 1 - rank)
+say("hangs"); wait_told("end"); os._exit(0)
+""",
+        RANKCALL_CAPTURE=capture,
+    )
+    job.job.wait_for("hangs", 0)
+    job.wait_for(lambda rows: rows.filter(status="completed").height >= 6)
+    rows = job.after_a_look()
+    stuck = rows.filter(rows["status"] != "completed")
+    assert stuck.select("rank", "op", "seq", "abandoned").rows() == [(0, "all_reduce", 2, False)]
+    job.tell("end")
+    job.job.succeed()
+
+
+@pytest.mark.skipif(torch_version() >= (2, 15), reason="each op has a Work, which tells its end")
+def test_what_cannot_be_known_is_not_claimed(jobs: RecordedJobs, capture: str) -> None:
+    """Without the Flight Recorder's status, a synchronous op is neither in flight nor completed."""
+    job = jobs.start(
+        2,
+        PROGRAM
+        + """
+for i in range(5): dist.all_reduce(x)
+torch.cuda.synchronize(); wait_told("end")
+dist.destroy_process_group()
+""",
+        RANKCALL_CAPTURE=capture,
+        TORCH_FR_BUFFER_SIZE="0",
+        TORCH_NCCL_TRACE_BUFFER_SIZE="0",
+    )
+    rows = job.wait_for(lambda rows: rows.height == 10 and rows["abandoned"].all())
+    assert rows["completed_ns"].is_null().all()
+    job.tell("end")
+    job.job.succeed()
+
+
+def test_a_hung_device_holds_up_no_end(jobs: RecordedJobs, capture: str) -> None:
+    """``disable()`` does not wait for the devices."""
+    jobs.run(
+        2,
+        PROGRAM
+        + """
+dist.all_reduce(x); torch.cuda.synchronize()
+if rank == 0: dist.all_reduce(x, async_op=True)  # rank 1 does not come
+began = time.monotonic(); rankcall.disable()
+assert time.monotonic() - began < 20  # two seconds, and a busy machine
+os._exit(0)
+""",
+        RANKCALL_CAPTURE=capture,
+    )
+
+
 @pytest.mark.skipif(torch_version() >= (2, 15), reason="the back end does not tell a batch's end")
 def test_batches_end(jobs: RecordedJobs, capture: str) -> None:
     """Sends and receives of a batch have no Work of their own; they end with the batch."""

@@ -53,7 +53,8 @@ def environment(
     result = dict(os.environ if base is None else base)
     own = [str(path) for path in built.preload]
     others = [path for path in result.get("LD_PRELOAD", "").split(":") if path and "simulated-devices" not in path]
-    result["LD_PRELOAD"] = ":".join([*own, *others])
+    # Whoever preloads a library of his own wants to stand in front of CUDA: to count its calls, for example.
+    result["LD_PRELOAD"] = ":".join([*others, *own])
     result["SIMULATED_DEVICES"] = str(gpus)
     result["SIMULATED_DEVICES_MEMORY"] = str(size)
     if aten:

@@ -23,6 +23,8 @@ from typing import Any
 from .._environment import environment
 
 ZYGOTE = Path(__file__).parent / "zygote.py"
+# Importing torch takes some seconds of a core, and minutes on a machine with thirty busy processes.
+_READY_DEADLINE_S = 300.0
 
 # What every rank begins with.
 PRELUDE = """
@@ -67,6 +69,8 @@ class Rank:
 class Zygote:
     """The process that forks the ranks; see zygote.py. ``options`` are those of ``environment``.
 
+    It returns once torch is imported there, so that this is no part of any job's time.
+
     Raises:
         DevicesError: The installed torch cannot run on simulated devices.
     """
@@ -82,8 +86,13 @@ class Zygote:
         self._ids = itertools.count()
         self._ranks: dict[int, Rank] = {}
         self._changed = threading.Condition()
+        self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        if not self._ready.wait(_READY_DEADLINE_S) or self._process.poll() is not None:
+            self._process.kill()
+            self.close()
+            raise AssertionError("the process that forks the ranks has not imported torch: see its output")
 
     def start(self, code: str, variables: dict[str, str], output: Path, timeout: float) -> Rank:
         """Fork a rank, which ends after ``timeout`` seconds at the latest."""
@@ -124,12 +133,14 @@ class Zygote:
         for line in self._process.stdout:
             answer = json.loads(line)
             if "id" not in answer:
+                self._ready.set()
                 continue
             with self._changed:
                 rank = self._ranks[answer["id"]]
                 rank.pid = answer.get("pid", rank.pid)
                 rank.status = answer.get("status", rank.status)
                 self._changed.notify_all()
+        self._ready.set()  # it has ended, before it was ready or after
 
 
 @dataclass
