@@ -22,11 +22,13 @@ import rankcall
 from rankcall.errors import RankcallError
 from rankcall.run.paths import trusted_live_dirs
 
+# Against hangs alone. With 50 busy processes on two cores, a job of some seconds took 100.
+LIMIT_S = 240.0
 # What every rank executes before its program. `wait_told` waits for `RecordedJob.tell`.
 PRELUDE = """
 import rankcall
 if os.environ.get("RANKCALL_CAPTURE") != "off": recording = rankcall.enable()
-def wait_told(name): wait_until(lambda: os.path.exists(os.environ["JOB"] + "/" + name), 100)
+def wait_told(name): wait_until(lambda: os.path.exists(os.environ["JOB"] + "/" + name), 230)
 """
 
 
@@ -72,7 +74,9 @@ class RecordedJob:
     def _heartbeats(self) -> list[int]:
         return [head.header.python_heartbeat_ns for head in self.load().heads]
 
-    def command(self, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, *arguments: str, timeout: float = LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command of rankcall on the run, for example ``diagnose --json``."""
         return subprocess.run(
             [sys.executable, "-m", "rankcall", arguments[0], str(self.run_dir), *arguments[1:]],
@@ -90,7 +94,9 @@ class RecordedJobs:
         self._jobs, self._folder = jobs, folder
         self._started: list[RecordedJob] = []
 
-    def start(self, size: int, code: str, *, timeout: float = 100, **variables: str) -> RecordedJob:
+    def start(
+        self, size: int, code: str, *, timeout: float = LIMIT_S, **variables: str
+    ) -> RecordedJob:
         """Start a program on ``size`` ranks, all of which record it from its first line on."""
         run_dir = self._folder / f"run-{len(self._started)}"
         faults = FaultFolder(self._folder / f"faults-{len(self._started)}")
@@ -102,7 +108,9 @@ class RecordedJobs:
         self._started.append(RecordedJob(job, run_dir, faults))
         return self._started[-1]
 
-    def run(self, size: int, code: str, *, timeout: float = 100, **variables: str) -> RecordedJob:
+    def run(
+        self, size: int, code: str, *, timeout: float = LIMIT_S, **variables: str
+    ) -> RecordedJob:
         """Run a program on ``size`` ranks, each of which must end with status 0."""
         recorded = self.start(size, code, timeout=timeout, **variables)
         recorded.job.succeed()

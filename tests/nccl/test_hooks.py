@@ -20,10 +20,10 @@ def test_a_start_is_the_issue(jobs: RecordedJobs, capture: str) -> None:
         PROGRAM
         + """
 def names(statuses): return [(status.operation, status.sequence_number) for status in statuses]
-dist.all_reduce(x); torch.cuda.synchronize(); wait_until(lambda: len(ends) == 1, 60)
+dist.all_reduce(x); torch.cuda.synchronize(); wait_until(lambda: len(ends) == 1)
 if rank == 0:
     dist.broadcast(x, 0); dist.all_reduce(x)  # rank 1 does not come before it is told
-    wait_until(lambda: len(starts) == 3, 60)
+    wait_until(lambda: len(starts) == 3)
     assert names(starts) == [("all_reduce", 1), ("broadcast", 2), ("all_reduce", 3)]
     assert names(ends) == [("all_reduce", 1)]
     for status in starts:
@@ -34,7 +34,7 @@ if rank == 0:
     say("started")
 else:
     wait_told("come"); dist.broadcast(x, 0); dist.all_reduce(x)
-torch.cuda.synchronize(); wait_until(lambda: len(ends) == 3, 60)
+torch.cuda.synchronize(); wait_until(lambda: len(ends) == 3)
 assert names(ends) == names(starts)
 assert {status.status for status in ends} == {"completed"}
 dist.destroy_process_group()

@@ -32,7 +32,7 @@ import datetime, json, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-def init(timeout=60, **options):
+def init(timeout=200, **options):
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=world,
@@ -44,7 +44,7 @@ def same(got, want):
     assert torch.equal(got.cpu(), want), f"got {got.cpu().tolist()}, want {want.tolist()}"
 def cuda(values, **options):
     return torch.tensor(values, **options).cuda()
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=100):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -213,7 +213,7 @@ class Jobs:
         shutil.rmtree(self._shm)
         assert not left, f"shared files were left: {left}"
 
-    def start(self, size: int, code: str, *, timeout: float = 60, **variables: str) -> Job:
+    def start(self, size: int, code: str, *, timeout: float = 240, **variables: str) -> Job:
         """Start a program on ``size`` ranks; ``variables`` are added to its environment."""
         folder = self._folder / f"job-{len(self._started)}"
         folder.mkdir()
@@ -233,6 +233,6 @@ class Jobs:
             job.ranks.append(self._zygote.start(program, own, folder / f"rank-{rank}", timeout - 3))
         return job
 
-    def run(self, size: int, code: str, *, timeout: float = 60, **variables: str) -> list[Rank]:
+    def run(self, size: int, code: str, *, timeout: float = 240, **variables: str) -> list[Rank]:
         """Run a program on ``size`` ranks, each of which must end with status 0."""
         return self.start(size, code, timeout=timeout, **variables).succeed()
