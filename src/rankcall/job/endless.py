@@ -58,8 +58,9 @@ class EndlessCalls:
     def is_due(self, headers: dict[int, Header], now: float) -> bool:
         """Return whether to look, by the headers of the node's ranks."""
         self._seen.update(headers)
-        if now < self._next:
-            return False
+        world = max((header.world_size for header in headers.values()), default=0)
+        if now < self._next or len(self._seen) < world:
+            return False  # other nodes are not asked, so they must have no ranks
         now_ns = time.monotonic_ns()
         waiting = [
             header

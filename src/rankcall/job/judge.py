@@ -151,9 +151,9 @@ class Judge:
         self.next_look = self._next_look(mine, bool(known))
         if whole:
             findings = self._hangs(mine)
-            if again and findings and known:
-                return True
-            if not is_news(findings, known) or self._becomes_clear(mine, findings, first_ns):
+            if not is_news(findings, known):
+                return again and bool(findings)
+            if self._becomes_clear(mine, findings, first_ns):
                 return False
         elif not asked and not self._opens_round(mine, known):
             return False
