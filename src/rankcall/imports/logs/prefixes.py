@@ -114,14 +114,14 @@ class _Parts:
 
 
 _COLOUR = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
-_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\](?: \([^)]*\))?\s*$")
+_REPEATED = re.compile(r" ?\[repeated \d+x across cluster\](?: \([^)]*\))?\s*$")
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<part>\d{1,9}))?"
 _DATE = r"(?P<month>\d\d)[-/](?P<day>\d\d)"
 # 2026-03-14T09:02:36.123Z, 2026-03-14 09:02:36,123, 03-14 09:02:36
 _ISO = re.compile(
-    rf"\[?(?:\d{{4}}[-/])?{_DATE}[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?(?: UTC)?(?:[:|,]|\s-)?\s*"
+    rf"\[?(?:\d{{4}}[-/])?{_DATE}[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?(?: UTC)?(?:[:|,]|\s-(?=\s))?\s*"
 )
 _SRUN = re.compile(r"(?P<stream>\s*(?P<task>\d{1,7}):)(?: |$)")
 _LEVEL = re.compile(
@@ -156,6 +156,12 @@ _ADDRESS = (
     r"(?P<stream>(?P<host>\d{1,3}(?:\.\d{1,3}){3}|\[?[0-9a-f]{0,4}(?::[0-9a-f]{0,4}){2,7}\]?):) ?"
 )
 _STREAM = r"\[?(?:stdout|stderr|STDOUT|STDERR)\]?(?::|\s)\s?"
+# tqdm's, if no carriage return stands between it and a message: not all programs and collectors
+# write one.
+_BAR = re.compile(
+    r"(?:[^|\r\n]{0,80}: {1,3}| {0,3})\d{1,3}%\|[^|\r\n]{0,300}\| {0,3}[\d.,/?kMGT]{3,40}"
+    r"(?: \[[^\]\r\n<]{0,100}<[^\]\r\n]{0,200}\])? ?"
+)
 _TIME_ONLY = rf"\[?{_CLOCK}\]?\s+"
 # Traceback's ``    | `` of exception groups has no name, and tables have a second bar.
 _COMPOSE = r"(?P<stream>(?P<host>[A-Za-z0-9][\w.-]{0,120})\s+\|)(?! ?.{0,39}\|) ?"
@@ -167,6 +173,9 @@ _NO_HOST = re.compile(
 )
 _TOKEN = re.compile(r"(?P<stream>(?P<host>[A-Za-z0-9][\w.@-]{1,120}):)\s")
 # Words before a colon are hosts only if 60 % of the lines begin with one of those that come again.
+# The rest of a wrapped line can begin with a word and a colon, too. It is no host if it has letters
+# only and the hosts have not, or if it is rare.
+_LIKE_A_HOST, _RARE_SHARE = re.compile(r"[\d.@-]"), 0.25
 _LEARN_SHARE, _LEARN_LEAST, _MOST_NAMES = 0.6, 4, 4096
 _COMMON_SHARE = 0.95  # of the lines of a log have a collector's prefix
 
@@ -222,7 +231,14 @@ class Prefixes:
             match = _TOKEN.match(parts.text)
             if match and not _NO_HOST.match(match["host"]):
                 words[match["host"]] += 1
-        common = {word for word, count in words.items() if count > 1}
+        first, most = next(iter(words.most_common(1)), ("", 0))
+        are_hosts = bool(_LIKE_A_HOST.search(first))
+        common = {
+            word
+            for word, count in words.items()
+            if count > 1
+            and (_LIKE_A_HOST.search(word) if are_hosts else count >= _RARE_SHARE * most)
+        }
         covered = sum(words[word] for word in common)
         if covered < max(_LEARN_LEAST, _LEARN_SHARE * lines) or len(common) > _MOST_NAMES:
             return frozenset()
@@ -243,10 +259,35 @@ class Prefixes:
 
     def _common_step(self, lines: Sequence[_Parts]) -> Step | None:
         for step in _STEPS:
-            taken = sum(self._take(step, replace(parts)) for parts in lines)
-            if lines and taken >= _COMMON_SHARE * len(lines):
-                return step
+            gaps = [self._gap(step, replace(parts)) for parts in lines]
+            taken = [gap for gap in gaps if gap >= 0]
+            if lines and len(taken) >= _COMMON_SHARE * len(lines):
+                return self._with_gap(step, min(taken))
         return None
+
+    def _gap(self, step: Step, parts: _Parts) -> int:
+        """Return how many spaces a prefix that is taken off ends with; -1 if there is none."""
+        before = parts.text
+        if not self._take(step, parts):
+            return -1
+        taken = before.removesuffix(parts.text)
+        return len(taken) - len(taken.rstrip(" "))
+
+    def _with_gap(self, step: Step, least: int) -> Step:
+        """Return a step that leaves all spaces to the line but those before every line.
+
+        A line may be the rest of one that was wrapped before a space.
+        """
+
+        def spaced(prefixes: Prefixes, parts: _Parts) -> bool:
+            trial = replace(parts)
+            more = self._gap(step, trial) - least
+            if not prefixes._take(step, parts):
+                return False
+            parts.text = " " * more + parts.text
+            return True
+
+        return spaced
 
     def _take(self, step: Step, parts: _Parts) -> bool:
         return "\n" not in parts.text and step(self, parts)
@@ -284,13 +325,19 @@ class Prefixes:
             )
         return lines
 
+    def is_open_record(self, text: str) -> bool:
+        """Whether a line is the beginning of a collector's record in JSON, without its end."""
+        record = _JSON_BEGINS.match(text)
+        return bool(record and record[1] == self._first_key and not _is_json(text))
+
     def has_prefix(self, text: str) -> bool:
         """Whether a line begins with a prefix, so that it does not continue the line before it."""
         record = _JSON_BEGINS.match(text)
         if record and record[1] == self._first_key:  # its end may be in the next line
             return True
         parts = self._parts(text, whole=True)
-        return bool(parts.writer.stream or parts.resolution or parts.writer.rank >= 0)
+        is_known = parts.writer.stream or parts.resolution or parts.writer.rank >= 0
+        return bool(is_known or _BAR.match(text))
 
     def _parts(self, text: str, *, whole: bool) -> _Parts:
         return self._strip(_Parts(_plain(text), Writer(self._file)), learn=not whole)
@@ -340,6 +387,15 @@ class Prefixes:
     def _srun(self, parts: _Parts) -> bool:
         match = _SRUN.match(parts.text)
         return match is not None and parts.writer.task < 0 and parts.take(match)
+
+    def _carriage(self, parts: _Parts) -> bool:
+        """Take off what the text after a carriage return has overwritten."""
+        _, carriage, parts.text = parts.text.rpartition("\r")
+        return bool(carriage)
+
+    def _bar(self, parts: _Parts) -> bool:
+        match = _BAR.match(parts.text)
+        return match is not None and match.end() < len(parts.text) and parts.take(match)
 
     def _learnt_host(self, parts: _Parts) -> bool:
         match = _TOKEN.match(parts.text)
@@ -406,7 +462,19 @@ _STEPS: tuple[Step, ...] = (
     _described(_TIME_ONLY),
     Prefixes._learnt_host,
     _described(_COMPOSE),
+    Prefixes._carriage,
+    Prefixes._bar,
 )
+
+
+def _is_json(text: str) -> bool:
+    if not text.rstrip().endswith("}"):
+        return False
+    try:
+        json.loads(text[:_MOST_JSON])
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _json_text(record: dict[str, Any]) -> str | None:

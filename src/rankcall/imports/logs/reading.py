@@ -295,9 +295,14 @@ def _lines_before(block: bytes, at: int, start: int) -> int:
 
 
 def _text(block: bytes, begin: int, end: int) -> str:
-    """Decode a line without its end; a progress bar and a message can share a line."""
-    text = block[begin : min(end, begin + _MOST_LINE)].decode("utf-8", "replace").rstrip("\r\n")
-    return text.rpartition("\r")[2] if "\r" in text else text
+    """Decode a line without its end.
+
+    A message can share a line with hours of a progress bar, which writes itself anew after each
+    carriage return. Then the message is at the end of that line, and all before it is left out.
+    """
+    if end - begin > _MOST_LINE:
+        begin = max(begin, block.rfind(b"\r", begin, end - 2) + 1)
+    return block[begin : min(end, begin + _MOST_LINE)].decode("utf-8", "replace").rstrip("\r\n")
 
 
 def logs_of(paths: Sequence[Path]) -> list[Log]:

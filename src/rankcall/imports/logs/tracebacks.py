@@ -18,6 +18,7 @@ from rankcall.record import op_of_variant
 __all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback"]
 
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
+_CARETS = re.compile(r"[\s^~]+$")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _BUILT_IN = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Iteration)$")
@@ -93,7 +94,7 @@ class Traceback:
         self._follows = chained is not None and (chained.raised is None or chained.raised.follows)
         self.cause = chained.raised if chained is not None else None
         self._frames: list[tuple[str, str, str]] = []
-        self._in_frames = True
+        self._in_frames = self._source_follows = True
         self.raised: Raised | None = None
         self.chains = False  # it says that another exception came of it
 
@@ -108,13 +109,18 @@ class Traceback:
                 own = blame_of(f"{raised.message} {text}", raised.kind)
                 raised.blame = own if own != "own" else raised.blame
             return None
-        if not text or text[0].isspace():
-            frame = _FRAME.match(text)
-            if frame:
-                self._frames.append((frame[1], frame[2], frame[3].strip()))
+        frame = _FRAME.match(text)
+        if frame:
+            self._frames.append((frame[1], frame[2], frame[3].strip()))
+            self._source_follows = True
+            return None
+        match = _EXCEPTION.match(text)
+        # A program that wraps at spaces drops those at the beginning of a frame's source line.
+        is_source = self._source_follows and match is None
+        self._source_follows = False
+        if not text or text[0].isspace() or is_source or _CARETS.match(text):
             return None
         self._in_frames = False
-        match = _EXCEPTION.match(text)
         if match is None or not self._frames:
             return None
         self.raised = self._exception(line, match[1], match[2] or "")

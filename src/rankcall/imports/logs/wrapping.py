@@ -18,6 +18,7 @@ from rankcall.imports.logs.sources import is_incomplete
 __all__ = ["Wrapping", "wrapping_of"]
 
 _NARROWEST, _WIDEST = 72, 400  # columns
+_SPACES = 2  # between two words of some messages of torch
 _PAIRS, _SHAPES = 4, 3  # of lines that go on below, if no message proves the wrapping
 _RESTS, _PREFIXED = 2, 4  # lines, if all others have a prefix
 _LOOKED_AT = 2000  # lines whose prefixes are looked for
@@ -39,15 +40,32 @@ class Wrapping:
 
         A line that begins like the one above, but for its digits, is a line of its own.
         """
+        return (
+            self._is_full(text, following)
+            and 2 * len(text.rstrip()) > self.width
+            and _shape(text) != _shape(following)
+            and not self.prefixes.has_prefix(following)
+        )
+
+    def _is_full(self, text: str, following: str) -> bool:
+        """Whether the first word below would not have fitted into a line."""
         if not self.at_words and len(text) != self.width:
             return False
         if "\n" in text or "\n" in following:
             return False  # a collector's record of several lines
-        text = text.rstrip()
         word = len(following.split(None, 1)[0]) if following.strip() else 0
-        if not word or 2 * len(text) <= self.width or len(text) + 1 + word <= self.width:
+        return bool(word) and len(text.rstrip()) + _SPACES + word > self.width
+
+    def _must_go_on(self, whole: str, text: str, following: str) -> bool:
+        """Whether a line is the rest of a record or a message that lacks it, whatever its form.
+
+        A rest can look like a line of its own: it begins with a date, or as the part above it.
+        """
+        if not self._is_full(text, following):
             return False
-        return _shape(text) != _shape(following) and not self.prefixes.has_prefix(following)
+        if self.prefixes.is_open_record(whole):
+            return True
+        return not self.prefixes.has_prefix(following) and is_incomplete(whole)
 
     def joined(self, text: str, following: str) -> str:
         """Return both parts of a line. A space at which it was broken may have been dropped."""
@@ -58,7 +76,9 @@ class Wrapping:
         """Yield the lines of a run, wrapped ones put together."""
         whole, last = run[0], run[0].text
         for line in run[1:]:
-            if len(whole.text) < _LONGEST and self.goes_on(last, line.text):
+            if len(whole.text) < _LONGEST and (
+                self.goes_on(last, line.text) or self._must_go_on(whole.text, last, line.text)
+            ):
                 whole = whole._replace(text=self.joined(whole.text, line.text))
             else:
                 yield whole
@@ -99,11 +119,13 @@ def _breaks_at_words(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> b
     """Whether lines that are not full go on below. Of a terminal's lines, only full ones do."""
     full = others = 0
     for run in runs:
-        for line, following in pairwise(run):
+        for index, (line, following) in enumerate(pairwise(run)):
             if following.text[:1].isspace() or not wrapping.goes_on(line.text, following.text):
                 continue
             if len(line.text) == wrapping.width:
                 full += 1
+            elif wrapping.completes(run, index):
+                return True
             else:
                 others += 1
     return 4 * others > full  # at spaces, one line in six or so is full by chance
