@@ -14,6 +14,7 @@ import log_messages
 import pytest
 from collected_logs import COLLECTORS, LOGS, REAL
 from generated_logs import made
+from incident_logs import INCIDENTS, NO_FAILURE
 from nccl_logs import WORDINGS, Call, log_of
 
 from rankcall.analysis.logs import diagnose_logs
@@ -148,6 +149,44 @@ def test_lines_that_were_wrapped_after_they_were_collected(
     assert judged(path) == (kind, ranks)
 
 
+# Collector, log, width and breaks, whose rests looked like lines of their own, for one reason each.
+HARD_TO_JOIN = [
+    ("json log", "gloo-kill", 80, "columns"),  # the rest of a record begins with a date
+    ("kubectl with both", "gloo-shape", 100, "columns"),  # it begins as the part above it
+    ("pdsh with names", "gloo-shape", 140, "columns"),  # it begins with a word and a colon
+    ("ray", "nccl-old-missing", 100, "words"),  # there were two spaces before its first word
+    ("srun --label", "nccl-desync", 165, "words"),  # most parts end at the last column by chance
+    ("json message", "nccl-2.14-oom", 140, "words"),  # a link follows that is almost a line long
+    ("jsonPayload", "nccl-2.14-raise", 80, "words"),  # spaces of a traceback are gone
+    ("progress bars", "gloo-kill", 120, "words"),  # the carriage return is a space
+    ("progress bars", "nccl-missing", 100, "columns"),  # the column counts what it overwrote
+]
+
+
+@pytest.mark.parametrize(("collector", "name", "width", "breaks"), HARD_TO_JOIN)
+def test_rests_that_look_like_lines_of_their_own(
+    tmp_path: Path, collector: str, name: str, width: int, breaks: str
+) -> None:
+    """What a collector wrote was wrapped; only the first part has its prefix."""
+    lines, kind, ranks = LOGS[name]
+    collected = [COLLECTORS[collector](number, line) for number, line in enumerate(lines)]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(part for line in collected for part in wrapped(line, width, breaks)))
+    assert judged(path) == (kind, ranks)
+
+
+@pytest.mark.parametrize("collector", ["a time", "mpirun", "torchrun --tee", "ray, repeated"])
+def test_a_line_that_was_broken_before_a_space_and_then_collected(
+    tmp_path: Path, collector: str
+) -> None:
+    """The space belongs to the message, although some prefixes end with one."""
+    lines, kind, ranks = LOGS["gloo-shape"]
+    parts = [part for line in lines for part in wrapped(line, 80, "columns")]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(COLLECTORS[collector](n, part) for n, part in enumerate(parts)))
+    assert judged(path) == (kind, ranks)
+
+
 def test_wrapped_lines_of_two_pods_alternate(tmp_path: Path) -> None:
     """The parts of one line may stand apart, with lines of another pod between them."""
     lines, kind, ranks = LOGS["nccl-missing"]
@@ -208,6 +247,55 @@ def test_files_of_nodes_in_any_order(tmp_path: Path) -> None:
 
 
 # --- the cases of public reports, told again ---
+
+
+@pytest.mark.parametrize("name", INCIDENTS)
+def test_an_incident(tmp_path: Path, name: str) -> None:
+    """The rank that the log shows to be at fault is named, and nobody if it shows none."""
+    incident = INCIDENTS[name]
+    path = tmp_path / ("rank4.log" if "the file of rank 4" in name else "job.log")
+    path.write_text("\n".join(incident.lines) + "\n")
+    finding = diagnose_logs([path]).findings[0]
+    assert finding.kind in (incident.kinds or ("undecided",))
+    assert finding.ranks == incident.ranks
+    assert incident.says in finding.summary + finding.advice
+
+
+@pytest.mark.parametrize("name", NO_FAILURE)
+def test_a_log_without_a_failure_of_a_job(tmp_path: Path, name: str) -> None:
+    """Programs that train nothing, and jobs that ended well, give no finding."""
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(NO_FAILURE[name]) + "\n")
+    assert judged(path) == ("nothing_found", ())
+
+
+def test_the_exceptions_of_a_checkpoint_are_gathered_in_a_subgroup(tmp_path: Path) -> None:
+    """Ranks 1, 3, 5 and 7 say that rank 1 of their group failed, which may be rank 3: nobody is."""
+    lines = INCIDENTS["a checkpoint that rank 3 could not write"].lines
+    text = "\n".join(lines).replace("(RANK 3)", "(RANK 1)").replace("[3]", "[1]")
+    for rank in (3, 2, 1, 0):
+        text = text.replace(f"[rank{rank}]", f"[rank{2 * rank + 1}]")
+    path = tmp_path / "job.log"
+    path.write_text(text)
+    assert judged(path) == ("undecided", ())
+
+
+def test_a_message_behind_hours_of_a_progress_bar(tmp_path: Path) -> None:
+    """The bar is one line of a megabyte, and the first line of the message is at its end."""
+    lines, kind, ranks = LOGS["nccl-2.14-oom"]
+    bar = "".join(f"\rTrain:  41%|####  | {n}/90000 [00:10<00:59, 1.5it/s]" for n in range(20_000))
+    path = tmp_path / "job.log"
+    path.write_text(bar + "\r" + "\n".join(lines))
+    assert judged(path) == (kind, ranks)
+
+
+def test_a_bar_without_a_carriage_return(tmp_path: Path) -> None:
+    """Some collectors drop it: the message begins where the bar ends."""
+    lines, kind, ranks = LOGS["gloo-kill"]
+    bar = "Epoch 0:   6%|█▍   | 32040/500150 [6:28:43<94:39:17,  1.37it/s, loss=2.6]"
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(f"{bar}{line}" for line in lines))
+    assert judged(path) == (kind, ranks)
 
 
 def test_ranks_that_end_together_by_one_signal(tmp_path: Path) -> None:

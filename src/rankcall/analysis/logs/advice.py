@@ -7,18 +7,29 @@ from collections.abc import Sequence
 
 _ADVICE = (
     (
-        r"SIGBUS|shared memory segment|/dev/shm",
+        r"SIGBUS|[Bb]us error|shared memory segment|/dev/shm",
         "A container's /dev/shm is too small in most such cases: start it with --shm-size=16g or "
         "--ipc=host, or mount a larger emptyDir of medium Memory on Kubernetes.",
     ),
     (
-        r"SIGKILL|Killed process|oom",
+        r"SIGKILL|Killed process|signal: Killed|oom",
         "If it used much memory, the kernel may have killed it: look for oom-kill in dmesg{on}.",
     ),
     (
         r"out of memory|OutOfMemory|c?alloc \d+ bytes",
         "The device had no memory left: use a smaller batch or less of it for other processes; "
         "`nvidia-smi` on that node shows who has it.",
+    ),
+    (
+        r"Duplicate GPU detected",
+        "Two ranks use one device: give each its own, with torch.cuda.set_device(local_rank) "
+        "before "
+        "init_process_group, and one that CUDA_VISIBLE_DEVICES does not hide.",
+    ),
+    (
+        r"Memory access fault|HSA_STATUS_ERROR",
+        "Run once with AMD_SERIALIZE_KERNEL=3 to see the kernel. If it is always the same node and "
+        "never the same line, suspect the device: look for amdgpu in dmesg{on}.",
     ),
     (
         r"[Aa]ddress already in use|EADDRINUSE|EJ0003|bind the IP port",

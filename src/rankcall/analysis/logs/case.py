@@ -12,7 +12,7 @@ from rankcall.analysis.verdicts.facts import Fact, Ranks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.log_sentences import summary_from_log
 from rankcall.analysis.verdicts.wording import count_of
-from rankcall.imports.logs.facts import IssuedAt, Killed, Progress, Timeout, Trouble
+from rankcall.imports.logs.facts import Fatal, IssuedAt, Killed, Progress, Timeout, Trouble
 from rankcall.imports.logs.job import LogFacts
 from rankcall.imports.logs.prefixes import Line
 from rankcall.problems import Problem, ProblemKind
@@ -81,6 +81,8 @@ class Case:
 
     def rank_of_fact(self, fact: Any) -> int:
         """Return the rank of the process that a fact is about, which may not have written it."""
+        if isinstance(fact, Fatal) and fact.rank >= 0:
+            return fact.rank
         pid, writer = getattr(fact, "pid", -1), fact.line.writer
         known = self.all.rank_of_process(getattr(fact, "host", ""), pid)
         if known >= 0 or getattr(fact, "by_kernel", False):

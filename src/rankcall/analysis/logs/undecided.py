@@ -210,7 +210,7 @@ def _advice(case: Case) -> str:
         if advice:
             return advice
     for raised in case.raised:
-        advice = case.advice(f"{raised.kind} {raised.message}", ())
+        advice = case.advice(f"{raised.kind} {raised.message}{raised.details}", ())
         if advice:
             return advice
     peers = [fact for fact in case.facts(Trouble) if fact.peer]
@@ -218,6 +218,7 @@ def _advice(case: Case) -> str:
         first = peers[0]
         ends = f"{first.host or first.line.writer.host or 'this process'} and {first.peer}"
         return (
-            f"A connection between {ends} broke: look at both ends, and at the link between them."
+            f"The connection between {ends} failed: look at both ends, and at the link between "
+            "them."
         )
     return ""

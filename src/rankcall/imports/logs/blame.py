@@ -20,7 +20,9 @@ _OWN = re.compile(
     r"|Call to CUDA function failed|Failed to (?:CUDA|Cuda) (?:host )?(?:m|c)alloc"
     r"|[Aa]ddress already in use|EADDRINUSE|Error while creating shared memory segment"
     r"|loss (?:is|became) nan|NaN (?:loss|detected)|heartbeat of the device|aicore|AI ?Core"
-    r"|RESULT_ERROR_(?:DEVICE_LOST|OUT_OF)"
+    r"|RESULT_ERROR_(?:DEVICE_LOST|OUT_OF)|found NaN in local grad norm"
+    # A worker of the rank's own data loader.
+    r"|DataLoader worker .{0,60} killed by signal: (?!Terminated)"
 )
 # What a process says when something that is no rank ended it, or took its disk.
 _OUTSIDE = re.compile(
@@ -40,6 +42,7 @@ _VICTIM = re.compile(
 _FOLLOWS = re.compile(
     r"(?:^|\.)(?:Dist\w*Error|Connection\w*Error|BrokenPipeError|EOFError|TimeoutError"
     r"|SystemExit|ChildFailedError|ProcessRaisedException|ProcessExitedException|Rendezvous\w*"
+    r"|CheckpointException"  # every rank raises it if one could not write
     r"|RayTaskError\w*|ActorDiedError|RayActorError|WorkerCrashedError|EngineDeadError)$"
 )
 _FROM_OUTSIDE = re.compile(r"(?:^|\.)(?:KeyboardInterrupt|SignalException)$")

@@ -198,13 +198,17 @@ class DeviceFault(NamedTuple):
 
 
 class Fatal(NamedTuple):
-    """A process says that it ends, and why: by its own fault, another's, or from outside."""
+    """A process says that it ends, and why: by its own fault, another's, or from outside.
+
+    ``rank`` is its rank in the job, if the message has it.
+    """
 
     line: Line
     what: str
     blame: Blame
     host: str = ""
     pid: int = -1
+    rank: int = -1
 
 
 class Outside(NamedTuple):

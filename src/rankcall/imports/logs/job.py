@@ -173,11 +173,29 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
         if log.cut:
             text = f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
             log_facts.problems.append(Problem(ProblemKind.LIMITED, text))
+    _settle_gathered(log_facts)
     if unreadable == len(logs):
         raise CorruptRunError(
             log_facts.problems[0].text if log_facts.problems else "there is no log to read"
         )
     return log_facts
+
+
+def _settle_gathered(log_facts: LogFacts) -> None:
+    """Of the exceptions that members of a group gathered, leave each to the rank that raised it.
+
+    The members say its rank in their group. That is the rank in the job if all ranks below it are
+    members, too; otherwise it is nobody's.
+    """
+    gathered = [raised for raised in log_facts.raised if raised.of_rank >= 0]
+    writers = {log_facts.rank_of(raised.line.writer) for raised in gathered}
+    for raised in gathered:
+        rank = log_facts.rank_of(raised.line.writer)
+        if rank != raised.of_rank or not set(range(raised.of_rank)) <= writers:
+            raised.blame = "victim"
+    for raised in log_facts.raised if gathered else ():
+        if raised.kind.endswith("CheckpointException"):
+            raised.led_on = True  # it only announces them
 
 
 def _lines_of(log: Log) -> Iterator[Line]:

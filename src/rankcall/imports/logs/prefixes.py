@@ -121,7 +121,8 @@ _CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<part>\d{1,
 _DATE = r"(?P<month>\d\d)[-/](?P<day>\d\d)"
 # 2026-03-14T09:02:36.123Z, 2026-03-14 09:02:36,123, 03-14 09:02:36
 _ISO = re.compile(
-    rf"\[?(?:\d{{4}}[-/])?{_DATE}[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?(?: UTC)?(?:[:|,]|\s-(?=\s))?\s*"
+    rf"\[?(?:\d{{4}}[-/])?{_DATE}[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?(?: UTC)?"
+    r"(?:[:|,]|\s-(?=\s))?\s*"
 )
 _SRUN = re.compile(r"(?P<stream>\s*(?P<task>\d{1,7}):)(?: |$)")
 _LEVEL = re.compile(
@@ -145,7 +146,10 @@ _SYSLOG = (
 _KUBECTL = r"(?P<stream>\[pod/(?P<host>[\w.-]{1,253})(?:/[\w.-]{1,253})?\]) ?"
 _MPI = r"(?P<stream>\[(?:\d+,)?(?P<task>\d{1,7})\]<std(?:err|out)>:)\s?"
 _TORCHRUN = r"(?!\[rank\d{1,7}\[?\]:)(?P<stream>\[[A-Za-z_][A-Za-z_\-]*\d+\]:)\s?"
-_WORKER_NAME = r"\((?:Worker|worker_)_*(?P<worker>[A-Za-z0-9_]{0,40})(?: pid=(?P<pid>\d{1,10}))?\)"
+_WORKER_NAME = (
+    r"\((?:(?:Vllm)?Worker|worker_)[_ ]*(?:rank=(?P<rank>\d{1,7})|(?P<worker>[A-Za-z0-9_]{0,40}))"
+    r"(?: pid=(?P<pid>\d{1,10}))?\)"
+)
 _WORKER = rf"(?P<stream>{_WORKER_NAME}) ?"
 _RAY = (
     r"(?P<stream>\((?:[\w.<>-]{1,200}(?:\([^)]{0,80}\))?)?\s?pid=(?P<pid>\d{1,10})"

@@ -18,6 +18,8 @@ from rankcall.record import op_of_variant
 __all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback"]
 
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
+_GATHERED = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
+_DETAILS = 1000  # characters
 _CARETS = re.compile(r"[\s^~]+$")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -62,6 +64,9 @@ class Raised:
         unhandled: Whether it ended its program.
         led_on: Whether another exception came of it, which stands for both.
         of_a_job: Whether it comes from a program that trains or serves, as far as its frames tell.
+        of_rank: The rank whose exception it is, if another one wrote it: torch's checkpoints gather
+            the exceptions of a group, and every member writes them. -1: the writer's own.
+        details: What the message says in the lines below the first.
     """
 
     line: Line
@@ -73,6 +78,8 @@ class Raised:
     unhandled: bool = False
     led_on: bool = False
     of_a_job: bool = True
+    of_rank: int = -1
+    details: str = ""
 
     @property
     def follows(self) -> bool:
@@ -97,6 +104,8 @@ class Traceback:
         self._in_frames = self._source_follows = True
         self.raised: Raised | None = None
         self.chains = False  # it says that another exception came of it
+        gathered = _GATHERED.search(line.text)
+        self._of_rank = int(gathered[1]) if gathered else -1
 
     def take(self, line: Line) -> Raised | None:
         """Take the next line of the same stream; return the exception if the line names it."""
@@ -104,6 +113,8 @@ class Traceback:
         if not self._in_frames:
             self.chains = self.chains or text.startswith(_CHAINED)
             raised = self.raised
+            if raised is not None and not self.chains and len(raised.details) < _DETAILS:
+                raised.details += f" {text[:_DETAILS]}"
             if raised is not None and not self.chains and raised.blame == "own":
                 # The message goes on in this line: ``Last error:`` of NCCL, for example.
                 own = blame_of(f"{raised.message} {text}", raised.kind)
@@ -140,7 +151,15 @@ class Traceback:
         known_op = op if op_of_variant(op.replace("all_", "all")) != "unknown" else ""
         of_a_job = any(_OF_A_JOB.search(file) for file, _, _ in self._frames)
         return Raised(
-            line, kind, message, site, known_op, blame, self._unhandled, of_a_job=of_a_job
+            line,
+            kind,
+            message,
+            site,
+            known_op,
+            blame,
+            self._unhandled,
+            of_a_job=of_a_job,
+            of_rank=self._of_rank,
         )
 
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import re
 
-from rankcall.imports.logs.facts import Fact, Member, Outside
+from rankcall.imports.logs.facts import Fact, Fatal, Member, Outside
 from rankcall.imports.logs.prefixes import Line
-from rankcall.imports.logs.sources.message import Message, Source, aborting, trouble
+from rankcall.imports.logs.sources.message import (
+    Message,
+    Source,
+    aborting,
+    any_of,
+    outside,
+    trouble,
+    waited,
+)
 from rankcall.ranks import MAX_RANKS
 
 __all__ = ["SOURCES"]
@@ -44,6 +52,27 @@ _RAY_DIED = re.compile(
     r"|Task was killed due to the node running low on memory)"
     r"(.{0,300})"
 )
+
+
+_RAY_LOW = re.compile(r"Task was killed due to the node running low on memory")
+_RAY_NODE = re.compile(
+    r"node with node id: \w{1,80} and address: ([\w.:-]{1,100}) .{0,200}?has been marked dead"
+)
+
+
+def _ray_node(line: Line, match: re.Match[str]) -> Fact:
+    return Outside(line, f"Ray lost the node {match[1]}")
+
+
+_NAN = re.compile(
+    r"Rank (\d{1,7})(?:, node ([\w.-]{1,253}), device \d{1,3}, iteration -?\d{1,12})?: "
+    r"((?:Unexpected result .{0,200})?found NaN in local grad norm.{0,100})"
+)
+
+
+def _nan(line: Line, match: re.Match[str]) -> Fact | None:
+    rank = int(match[1])
+    return Fatal(line, match[3], "own", match[2] or "", rank=rank) if rank < MAX_RANKS else None
 
 
 _RAY_MEMORY = re.compile(
@@ -84,6 +113,23 @@ SOURCES: tuple[Source, ...] = (
                 "vLLM 0.8 and newer",
             ),
             Message(
+                "vLLM: a worker is gone",
+                ("died unexpectedly, shutting down",),
+                any_of("died unexpectedly, shutting down"),
+                aborting,
+                "ERROR 04-02 11:02:11 [multiproc_executor.py:154] Worker proc VllmWorker-3 died "
+                "unexpectedly, shutting down executor.",
+                "vLLM 0.8 and newer",
+            ),
+            Message(
+                "SGLang: a child is gone, or a forward pass takes too long",
+                ("Received sigquit from a child", "Watchdog timeout (self."),
+                any_of("Received sigquit from a child", "Watchdog timeout (self."),
+                waited,
+                "[2026-03-14 09:02:36 TP0] Watchdog timeout (self.watchdog_timeout=300)",
+                "SGLang 0.4 and newer",
+            ),
+            Message(
                 "SGLang: how many workers there are",
                 ("server_args=ServerArgs(",),
                 _SGLANG_SIZE,
@@ -112,6 +158,25 @@ SOURCES: tuple[Source, ...] = (
                 "Ray 2.2 and newer",
             ),
             Message(
+                "Ray ended a task because the node's memory runs out",
+                ("Task was killed due to the node",),
+                _RAY_LOW,
+                outside,
+                "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on "
+                "memory.",
+                "Ray 2.2 and newer",
+            ),
+            Message(
+                "Ray lost a node",
+                ("has been marked dead",),
+                _RAY_NODE,
+                _ray_node,
+                "(raylet) The node with node id: 5a1f and address: 10.0.3.4 and node name: "
+                "10.0.3.4 "
+                "has been marked dead because the detector has missed too many heartbeats from it.",
+                "Ray 2",
+            ),
+            Message(
                 "Ray says that an actor or a worker is gone",
                 ("The actor is dead", "The actor died", "A worker died or was killed"),
                 _RAY_DIED,
@@ -119,6 +184,33 @@ SOURCES: tuple[Source, ...] = (
                 "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this "
                 "task.",
                 "Ray 2",
+            ),
+        ),
+    ),
+    Source(
+        "Megatron, Horovod",
+        "none; Megatron's messages have the rank in the job",
+        (
+            Message(
+                "Megatron: the gradient of a rank is not a number",
+                ("found NaN in local grad norm",),
+                _NAN,
+                _nan,
+                "AssertionError: Rank 11: found NaN in local grad norm in backward pass before "
+                "data-parallel communication collective. Device: 3, node: node-1",
+                "Megatron-Core 0.5 and newer",
+            ),
+            Message(
+                "Horovod: some ranks wait for others",
+                ("One or more tensors were submitted to be reduced",),
+                any_of("One or more tensors were submitted to be reduced"),
+                waited,
+                "[1,0]<stderr>:[2026-04-02 11:02:07.1: W horovod/common/stall_inspector.cc:107] "
+                "One "
+                "or more tensors were submitted to be reduced, gathered or broadcasted by subset "
+                "of "
+                "ranks and are waiting for remainder of ranks for more than 60 seconds.",
+                "Horovod 0.18 and newer",
             ),
         ),
     ),

@@ -8,6 +8,7 @@ from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
 from rankcall.imports.logs.facts import (
     AttemptEnded,
     Fact,
+    Fatal,
     Killed,
     LauncherExit,
     Outside,
@@ -16,7 +17,14 @@ from rankcall.imports.logs.facts import (
     WorkerExit,
 )
 from rankcall.imports.logs.prefixes import Line
-from rankcall.imports.logs.sources.message import Message, Source, any_of, outside, ranks_in
+from rankcall.imports.logs.sources.message import (
+    Message,
+    Source,
+    any_of,
+    failed,
+    outside,
+    ranks_in,
+)
 from rankcall.ranks import MAX_RANKS
 
 __all__ = ["SOURCES"]
@@ -56,17 +64,34 @@ def _spawned_exit(line: Line, match: re.Match[str]) -> Fact:
     return SpawnedExit(line, int(match[1] or match[4]), numbers.get(match[2] or "", -1))
 
 
-# The command stands before these words. It is looked at afterwards: a pattern for both would try
-# every beginning with every end.
+# The command before these words is that of the last worker that was started, whichever has failed:
+# so its local rank says nothing.
 _DEEPSPEED_EXIT = re.compile(r" exits with return code = (-?\d{1,10})")
-_COMMAND = 4000  # characters of it
-_LOCAL_RANK = re.compile(r"--local[_-]rank[= ](\d{1,7})")
 
 
 def _deepspeed_exit(line: Line, match: re.Match[str]) -> Fact:
-    command = line.text[max(0, match.start() - _COMMAND) : match.start()].replace("', '", " ")
-    local_rank = _LOCAL_RANK.search(command)
-    return WorkerExit(line, int(local_rank[1]) if local_rank else -1, -1, int(match[1]))
+    return WorkerExit(line, -1, -1, int(match[1]))
+
+
+_LIGHTNING_EXIT = re.compile(
+    r"\[rank: (\d{1,7})\] Child process with PID (\d{1,10}) terminated with code (-?\d{1,5})"
+)
+_SHELL_EXIT = re.compile(
+    r": line \d{1,9}: +(\d{1,10}) (Killed|Segmentation fault|Bus error|Illegal instruction) {2,}"
+)
+_COMPOSE_EXIT = re.compile(r"^[\w.-]{1,120} exited with code (1[3-5]\d)$")
+
+
+def _lightning_exit(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, int(match[1]), int(match[2]), int(match[3]))
+
+
+def _shell_exit(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, int(match[1]), -_SIGNALS.get(match[2], 4))
+
+
+def _compose_exit(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, -1, int(match[1]))
 
 
 _MPI_EXIT = re.compile(r"process rank (\d{1,7}) .{0,300}?exited on signal (\d{1,2})")
@@ -83,6 +108,25 @@ _SIGNALS = {
     "Aborted": 6,
     "Terminated": 15,
 }
+
+
+_MPI_FIRST = re.compile(r"Process name: \[\[\d{1,9},\d{1,9}\],(\d{1,7})\]")
+_MPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d{1,7})")
+_MPI_FAILED = ("exited with non-zero status", "but 1 process returned", "BAD TERMINATION OF ONE")
+_CRASHED = re.compile(
+    r"\[([\w.-]{1,253}):0*(\d{1,10})(?: ?:\d{1,10}:\d{1,10})?\] (?:Signal: |Caught signal )"
+    r"(?:(\d{1,2}) \()?([A-Z][\w ]{3,40}?)(?:: .{0,120}\)| \((\d{1,2})\))"
+)
+
+
+def _mpi_first(line: Line, match: re.Match[str]) -> Fact:
+    return LauncherExit(line, (int(match[1]),), 0, is_first=True)
+
+
+def _crashed(line: Line, match: re.Match[str]) -> Fact:
+    what = f"{match[4]} (signal {match[3] or match[5]})"
+    is_own = int(match[3] or match[5]) in OWN_SIGNALS
+    return Fatal(line, what, "own" if is_own else "victim", match[1], int(match[2]))
 
 
 def _mpi_exit(line: Line, match: re.Match[str]) -> Fact:
@@ -102,6 +146,9 @@ _SLURM_END = re.compile(
     r"(?:slurmstepd|srun|slurmd)\S*: (?:error: )?\*{0,3} ?"
     r"((?:STEP|JOB|step|job) \S{1,60} ON \S{1,200} CANCELLED AT \S{1,40}(?: DUE TO [A-Z ]{1,60})?"
     r"|.{0,80}DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL\w*))"
+)
+_LIMIT = re.compile(
+    r"TERM_(?:MEMLIMIT|RUNLIMIT|OWNER|PREEMPT|ADMIN)\b.{0,120}|PBS: job killed: .{0,120}"
 )
 _NODE_FAILED = re.compile(r"srun: error: (Node failure on [\w,\[\]-]{1,400})")
 _SSH_FAILED = re.compile(r"pdsh@\S{1,200}: ([\w.-]{1,253}): (ssh exited with exit code 255)")
@@ -240,6 +287,42 @@ SOURCES: tuple[Source, ...] = (
         ),
     ),
     Source(
+        "Lightning, shells, Docker Compose",
+        "none; Lightning's `[rank: 3]` counts the ranks of a node",
+        (
+            Message(
+                "Lightning: a process ended, and the others are ended",
+                ("Child process with PID",),
+                _LIGHTNING_EXIT,
+                _lightning_exit,
+                "[rank: 3] Child process with PID 4711 terminated with code 1. Forcefully "
+                "terminating all other processes to avoid zombies 🧟",
+                "Lightning 2.1 and newer",
+            ),
+            Message(
+                "bash: a signal ended a command",
+                (
+                    "Killed     ",
+                    "Segmentation fault     ",
+                    "Bus error     ",
+                    "Illegal instruction  ",
+                ),
+                _SHELL_EXIT,
+                _shell_exit,
+                "run.sh: line 14:  4711 Killed                  python train.py",
+                "bash 4 and newer",
+            ),
+            Message(
+                "Compose: a signal ended a container",
+                (" exited with code 1",),
+                _COMPOSE_EXIT,
+                _compose_exit,
+                "trainer-2 exited with code 137",
+                "Docker Compose 2",
+            ),
+        ),
+    ),
+    Source(
         "composer",
         "`rank3[pid][thread]:`; the launcher's own lines name the rank in the job",
         (
@@ -267,6 +350,39 @@ SOURCES: tuple[Source, ...] = (
                 "Open MPI 2 and newer",
             ),
             Message(
+                "mpirun: the process that ended first with an exit code, or aborted",
+                ("Process name: [[",),
+                _MPI_FIRST,
+                _mpi_first,
+                "  Process name: [[12167,1],10]",
+                "Open MPI 1.8 and newer",
+            ),
+            Message(
+                "mpirun: a process called MPI_Abort",
+                ("MPI_ABORT was invoked",),
+                _MPI_ABORT,
+                _mpi_first,
+                "MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD",
+                "Open MPI 1.8 and newer",
+            ),
+            Message(
+                "mpirun: a process failed",
+                _MPI_FAILED,
+                any_of(*_MPI_FAILED),
+                failed,
+                "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
+                "Open MPI 1.8 and newer; Intel MPI, MPICH",
+            ),
+            Message(
+                "Open MPI or UCX: a signal ended the process",
+                ("] Signal: ", "] Caught signal "),
+                _CRASHED,
+                _crashed,
+                "[node-1:4711 :0:4711] Caught signal 11 (Segmentation fault: address not mapped to "
+                "object at address (nil))",
+                "UCX 1.8, Open MPI 1.8 and newer",
+            ),
+            Message(
                 "srun: how tasks ended",
                 ("srun: error:",),
                 _SRUN_EXIT,
@@ -282,6 +398,14 @@ SOURCES: tuple[Source, ...] = (
                 "slurmstepd: error: *** STEP 812.0 ON node-3 CANCELLED AT 2026-03-14T09:02:36 DUE "
                 "TO TIME LIMIT ***",
                 "Slurm 17 and newer",
+            ),
+            Message(
+                "LSF or PBS ended the job",
+                ("TERM_", "PBS: job killed"),
+                _LIMIT,
+                outside,
+                "=>> PBS: job killed: walltime 86435 exceeded limit 86400",
+                "LSF 10, PBS 19 and newer",
             ),
             Message(
                 "Slurm lost a node",

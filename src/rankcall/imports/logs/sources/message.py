@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rankcall.imports.logs.facts import Aborting, Fact, Outside, Trouble
+from rankcall.imports.logs.facts import Aborting, Fact, Fragment, Outside, Trouble
 from rankcall.imports.logs.prefixes import Line
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import op_of_variant
@@ -96,3 +96,13 @@ def outside(line: Line, match: re.Match[str]) -> Fact:
 def aborting(line: Line, match: re.Match[str]) -> Fact:
     """Read a message that a process ends; another line says why."""
     return Aborting(line)
+
+
+def failed(line: Line, match: re.Match[str]) -> Fact:
+    """Read a message that only says that something failed."""
+    return Fragment(line)
+
+
+def waited(line: Line, match: re.Match[str]) -> Fact:
+    """Read a message of a process that has waited for others in vain."""
+    return Trouble(line)

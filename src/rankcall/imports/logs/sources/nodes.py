@@ -14,6 +14,14 @@ _OOM = re.compile(
     r"(?:Out of memory|Memory cgroup out of memory): Killed process (\d{1,10}) \(([^)]{1,64})\)"
     r"|oom-kill:.{0,300}?task=([\w./-]{1,64}),pid=(\d{1,10})"
 )
+_SEGFAULT = re.compile(
+    r"\b((?:python|pt_main_thread|ray|torchrun)[\w.:-]{0,32})\[(\d{1,10})\]: segfault at "
+    r"|traps: ((?:python|pt_main_thread|ray)[\w.:-]{0,32})\[(\d{1,10})\] (?:general|trap)"
+)
+_AMD_FAULT = re.compile(
+    r"(Memory access fault by GPU node-\d{1,4}.{0,60}?on address 0x[\da-f]{1,16}.{0,120})"
+)
+_AMD_QUEUE = re.compile(r"(?:pid:(\d{1,10}) .{0,200}?)?(HSA_STATUS_ERROR\w{0,60}.{0,120})")
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]{4,20})\): (\d{1,4}), (.{0,300})")
 _XID_PID = re.compile(r"pid='?(\d{1,10})")
 _AMD = re.compile(r"amdgpu (\S{4,20}): amdgpu: (GPU reset begin!.{0,80})")
@@ -39,6 +47,19 @@ def _oom(line: Line, match: re.Match[str]) -> Fact:
         line.writer.host,
         int(pid),
     )
+
+
+def _segfault(line: Line, match: re.Match[str]) -> Fact:
+    name, pid = match[1] or match[3], int(match[2] or match[4])
+    return Fatal(line, f"a segmentation fault of {name}", "own", line.writer.host, pid)
+
+
+def _amd_fault(line: Line, match: re.Match[str]) -> Fact:
+    return DeviceFault(line, match[1].strip())
+
+
+def _amd_queue(line: Line, match: re.Match[str]) -> Fact:
+    return DeviceFault(line, match[2].strip(), pid=int(match[1] or -1))
 
 
 def _xid(line: Line, match: re.Match[str]) -> Fact:
@@ -74,6 +95,35 @@ SOURCES: tuple[Source, ...] = (
                 "Mar 14 09:02:36 node-a kernel: Out of memory: Killed process 4711 (python) "
                 "total-vm:91234kB, anon-rss:81234kB",
                 "Linux 4.19 and newer",
+            ),
+            Message(
+                "a program of the job crashed",
+                ("]: segfault at", "traps: "),
+                _SEGFAULT,
+                _segfault,
+                "Apr  2 11:02:07 node-a kernel: python[4711]: segfault at 0 ip 00007f2c sp "
+                "00007ffd "
+                "error 4 in libtorch_cuda.so[7f2c+1000]",
+                "Linux 4 and newer",
+            ),
+            Message(
+                "an AMD device met a bad address",
+                ("Memory access fault by GPU",),
+                _AMD_FAULT,
+                _amd_fault,
+                "Memory access fault by GPU node-3 (Agent handle: 0x5581) on address "
+                "0x7f3c00000000. Reason: Page not present or supervisor privilege.",
+                "ROCm 4 and newer",
+            ),
+            Message(
+                "an AMD device stopped a queue",
+                ("HSA_STATUS_ERROR",),
+                _AMD_QUEUE,
+                _amd_queue,
+                ":0:rocdevice.cpp            :2984: 112233us: [pid:4711  tid:0x7f12] Callback: "
+                "Queue 0x7f1100000000 Aborting with error : HSA_STATUS_ERROR_EXCEPTION: An HSAIL "
+                "operation resulted in a hardware exception. code: 0x1016",
+                "ROCm 5 and newer",
             ),
             Message(
                 "a device reports an error",

@@ -27,9 +27,11 @@ from rankcall.imports.logs.sources.message import (
     Source,
     aborting,
     any_of,
+    failed,
     op_name,
     ranks_in,
     trouble,
+    waited,
 )
 from rankcall.whole_numbers import whole_number
 
@@ -187,6 +189,42 @@ _CLOSED = (
     "Some NCCL operations have failed",
     "remote process exited or there was a network error",
 )
+_NO_ANSWER = re.compile(
+    r"client socket has timed out after \S{1,20} while trying to connect to \(([\w.:-]{1,253}), "
+    r"(\d{1,5})\)"
+)
+
+
+def _no_answer(line: Line, match: re.Match[str]) -> Fact:
+    return Trouble(line, peer=f"{match[1]}:{match[2]}")
+
+
+_STUCK = (
+    "watchdog got stuck",
+    "Heartbeat monitor timed out",
+    "no heartbeat of its watchdog",
+)
+# torch writes the level, and the file that logs it, before each of its messages.
+_LOGGED = re.compile(
+    r"^\[[EF](?:\d{3,4} \S{1,30})? ?(?:\d{1,10} )?[\w/]{1,200}\.(?:cpp|hpp|h|cc|cu):\d"
+)
+_CRASHED = re.compile(
+    r"^Fatal Python error: ((?:Segmentation fault|Bus error|Illegal instruction"
+    r"|Floating[- ]point exception).{0,80})"
+)
+_ALLOCATOR = (
+    "double free or corruption",
+    "free(): invalid",
+    "malloc(): ",
+    "munmap_chunk(): invalid",
+    "corrupted size vs. prev_size",
+)
+
+
+def _own_crash(line: Line, match: re.Match[str]) -> Fact:
+    return Fatal(line, match[match.lastindex or 0].strip(), "own")
+
+
 _CPP = re.compile(r"^\s*what\(\): +(.{1,1000})")
 
 
@@ -230,6 +268,15 @@ SOURCES: tuple[Source, ...] = (
                 "Rank 19] Process group watchdog thread terminated with exception: CUDA error: "
                 "unspecified launch failure",
                 "torch 2.3 to 2.14",
+            ),
+            Message(
+                "a watchdog itself does not go on, or a monitor waits for it in vain",
+                _STUCK,
+                any_of(*_STUCK),
+                waited,
+                "[rank1]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 1] Heartbeat monitor timed out! "
+                "Process will be terminated after dumping debug info. workMetaList_.size()=103",
+                "torch 2.2 to 2.14",
             ),
             Message(
                 "the line that issued a collective which timed out",
@@ -335,6 +382,46 @@ SOURCES: tuple[Source, ...] = (
                 "got 0 bytes. Connection was likely closed. Did the remote server shutdown or "
                 "crash?",
                 "torch 1.8 to 2.15",
+            ),
+            Message(
+                "the host of the store does not answer",
+                ("client socket has timed out",),
+                _NO_ANSWER,
+                _no_answer,
+                "[E socket.cpp:922] [c10d] The client socket has timed out after 60000ms while "
+                "trying to connect to (10.0.0.1, 29500).",
+                "torch 1.11 to 2.15",
+            ),
+            Message(
+                "torch logs an error that has no row of its own",
+                (
+                    "]:[E",
+                    "]:[F",
+                    "[E ProcessGroup",
+                    "[F ProcessGroup",
+                    "[E socket.cpp",
+                    "[E logger",
+                ),
+                _LOGGED,
+                failed,
+                "[rank2]:[E402 11:02:07.384372190 NCCLUtils.cpp:75] Abort of a communicator failed",
+                "torch 1.8 to 2.15",
+            ),
+            Message(
+                "the interpreter crashed",
+                ("Fatal Python error: ",),
+                _CRASHED,
+                _own_crash,
+                "Fatal Python error: Segmentation fault",
+                "Python 3, with faulthandler",
+            ),
+            Message(
+                "the C library found the memory of a process damaged",
+                _ALLOCATOR,
+                any_of(*_ALLOCATOR),
+                _own_crash,
+                "double free or corruption (!prev)",
+                "glibc 2",
             ),
             Message(
                 "what a C++ exception says that ends a process",
