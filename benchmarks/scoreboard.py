@@ -10,6 +10,9 @@ and ``false_alarms`` (findings that are not right). ``torch`` and ``torch_detail
 says: nothing, a time-out, another error, the right ranks, the right ones among others, some of
 them, or other ranks.
 
+``--rows FILE`` has one JSON object a line for each row that was run. Rows in it are not run
+again, so that a run that was stopped goes on.
+
 ``--page FILE`` also judges logs and dumps (``scoreboard_evidence.py``), and writes all figures as
 docs/scoreboard.md.
 """
@@ -44,9 +47,9 @@ def main() -> int:
     parser.add_argument(
         "--programs", type=Path, help="take the programs' figures from this earlier output"
     )
+    parser.add_argument("--rows", type=Path, help="keep each row here, and run only those missing")
     parser.add_argument("--no-programs", action="store_true", help="judge logs and dumps only")
     parser.add_argument("--peer-seconds", type=float, default=60.0, help="for torch's analyser")
-    parser.add_argument("--progress", action="store_true", help="print each row to stderr")
     options = parser.parse_args()
     if options.programs is not None:
         figures = json.loads(options.programs.read_text())
@@ -66,35 +69,62 @@ def _programs(options: argparse.Namespace) -> dict[str, Any]:
     from scoreboard_run import run  # type: ignore[import-not-found]
     from scoreboard_table import CASES  # type: ignore[import-not-found]
 
-    judged, began, load = [], time.perf_counter(), os.getloadavg()[0]
+    load = os.getloadavg()[0]
+    done = _kept(options.rows)
     for case in CASES:
-        if options.only not in case.name:
+        if options.only not in case.name or case.name in done:
             continue
-        with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
-            judged.append(
-                run(case, Path(folder), options.timeout, torch_detail=not options.no_detail)
-            )
-        if options.progress:
-            print(case.name, judged[-1].torch, judged[-1].problem, file=sys.stderr, flush=True)
-    classes = list(dict.fromkeys(row.case.kind_of_fault for row in judged))
+        row = _row(case, options.timeout, run, torch_detail=not options.no_detail)
+        done[case.name] = row
+        if options.rows is not None:
+            with options.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    rows = [done[case.name] for case in CASES if case.name in done]
+    classes = list(dict.fromkeys(row["class"] for row in rows))
     return {
         "date": time.strftime("%Y-%m-%d"),
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # before, and at the end
-        "seconds": round(time.perf_counter() - began, 1),
-        **_score(judged),
-        "by_class": {
-            name: _score(row for row in judged if row.case.kind_of_fault == name)
-            for name in classes
-        },
-        "wrong": [row.problem for row in judged if row.problem],
+        "seconds": [row["seconds"] for row in rows if "seconds" in row],
+        **_score(rows),
+        "by_class": {name: _score(row for row in rows if row["class"] == name) for name in classes},
+        "wrong": [row["problem"] for row in rows if row["problem"]],
+        "in_table": len(CASES),
     }
 
 
-def _score(judged: Iterable[Any]) -> dict[str, Any]:
+def _kept(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the rows that an earlier run has kept, by their names."""
+    if path is None or not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["name"]: row for row in rows}
+
+
+def _row(case: Any, timeout_s: float, run: Any, *, torch_detail: bool) -> dict[str, Any]:
+    """Run one program, and return what was found; one that does not end is a row as well."""
+    row = {"name": case.name, "class": case.kind_of_fault, "planted": len(case.causes)}
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
+            judged = run(case, Path(folder), timeout_s, torch_detail=torch_detail)
+    except AssertionError as error:
+        problem = str(error).partition("\n")[0]
+        return row | {"reported": 0, "right": 0, "torch": {}, "problem": problem}
+    return row | {
+        "reported": len(judged.found),
+        "right": judged.right,
+        "torch": judged.torch,
+        "problem": judged.problem,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _score(some: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of some rows."""
-    rows = list(judged)
-    planted = sum(len(row.case.causes) for row in rows)
-    reported, right = sum(len(row.found) for row in rows), sum(row.right for row in rows)
+    rows = list(some)
+    planted, reported, right = (
+        sum(row[key] for row in rows) for key in ("planted", "reported", "right")
+    )
     return {
         "programs": len(rows),
         "planted": planted,
@@ -102,8 +132,8 @@ def _score(judged: Iterable[Any]) -> dict[str, Any]:
         "recall": round(right / planted, 4) if planted else None,
         "precision": round(right / reported, 4) if reported else None,
         "false_alarms": reported - right,
-        "torch": dict(Counter(row.torch["plain"] for row in rows)),
-        "torch_detail": dict(Counter(row.torch.get("detail", "not run") for row in rows)),
+        "torch": dict(Counter(row["torch"].get("plain", "not run") for row in rows)),
+        "torch_detail": dict(Counter(row["torch"].get("detail", "not run") for row in rows)),
     }
 
 

@@ -181,12 +181,6 @@ INCIDENTS: dict[str, Incident] = {
             "--------------------------------------------------------------------------",
         ],
     ),
-    "mpirun, one returned an exit code": Incident(
-        [
-            "Primary job  terminated normally, but 1 process returned",
-            "a non-zero exit code. Per user-direction, the job has been aborted.",
-        ],
-    ),
     "open mpi, a signal": Incident(
         [
             "[node-1:04711] *** Process received signal ***",
@@ -464,6 +458,16 @@ INCIDENTS: dict[str, Incident] = {
             "Memory on the node (IP: 10.0.3.4, ID: 5a1) where the task was running was 61.2GB / "
             "64GB",
         ],
+    ),
+    "ray, a task without memory on its device": Incident(
+        [
+            "ray.exceptions.RayTaskError(OutOfMemoryError): \x1b[36mray::Worker.step()\x1b[39m "
+            "(pid=4711, ip=10.0.0.4, actor_id=5a, repr=<ray.train>)",
+            '  File "/job/train.py", line 88, in step',
+            "    loss.backward()",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        ],
+        says="no memory left",
     ),
     "ray, a node is gone": Incident(
         [

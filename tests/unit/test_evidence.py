@@ -470,6 +470,19 @@ def test_a_newer_version_is_read_and_stated(tmp_path: Path) -> None:
     assert [problem for problem in texts(run.problems) if "2.11" in problem]
 
 
+def test_the_trace_of_ncclx_is_stated_and_changes_nothing(tmp_path: Path) -> None:
+    """A dump of NCCLX has its communicators' own trace, whose numbers are not those of torch."""
+    colls = json.dumps([{"opCount": 40, "opName": "AllReduce", "codepath": "BASELINE"}])
+    state = {"rank": "3", "nRanks": "8", "CT_pastColls": colls, "CT_currentColls": "[]"}
+    for rank in range(8):
+        content = dump_of(simulate(8, 60, [Fault("missing", 3, 42)]), rank)
+        content["nccl_comm_state"] = {"0x4d5e": state}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(content))
+    run = load(tmp_path)
+    assert causes(diagnose(run)) == {("missing", (3,))}
+    assert len([text for text in texts(run.problems) if "NCCLX" in text]) == 1
+
+
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     """The message names both files."""
     job = simulate(8, 20)

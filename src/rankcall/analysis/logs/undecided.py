@@ -213,6 +213,10 @@ def _advice(case: Case) -> str:
         advice = case.advice(f"{raised.kind} {raised.message}{raised.details}", ())
         if advice:
             return advice
+    for fact in case.facts(Fragment):
+        advice = case.advice(fact.line.text, ())
+        if advice:
+            return advice
     peers = [fact for fact in case.facts(Trouble) if fact.peer]
     if peers:
         first = peers[0]

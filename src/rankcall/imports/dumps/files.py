@@ -33,6 +33,13 @@ from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
 
+# Its numbers count the ops of a communicator, and torch's those of a group, in which several ops
+# can be one. Its current op may be one that has not begun.
+_NCCLX = (
+    "the dumps also have NCCLX's own trace (nccl_comm_state), which is not read, because its "
+    "numbers are not those of torch; look at CT_currentColls of the ranks named here"
+)
+_MOST_STATES = 64  # communicators that are looked at
 _MOST_TEXT = 4096  # characters of a description
 _MEMBER_TEXT = 16  # bytes of a rank in a list that is written out
 # That an entry costs while its records are made. An entry of Flight Recorder takes 200 bytes and
@@ -302,6 +309,16 @@ def _check(path: Path, content: Any, problems: list[Problem]) -> None:
     if len(entries) > _MOST_ENTRIES or not all(isinstance(entry, dict) for entry in entries):
         raise CorruptRunError(f"{path}: not a dump of Flight Recorder: damaged entries")
     _check_version(path, content.get("version"), problems)
+    if _has_trace_of_ncclx(content.get("nccl_comm_state")):
+        problems.append(Problem(ProblemKind.LIMITED, _NCCLX))
+
+
+def _has_trace_of_ncclx(states: Any) -> bool:
+    """Whether a dump has what NCCLX's ``ncclCommDump`` knows about each communicator."""
+    if not isinstance(states, dict):
+        return False
+    first = (state for _, state in zip(range(_MOST_STATES), states.values(), strict=False))
+    return any(isinstance(state, dict) and "CT_pastColls" in state for state in first)
 
 
 def _check_version(path: Path, version: Any, problems: list[Problem]) -> None:

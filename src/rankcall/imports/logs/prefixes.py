@@ -190,6 +190,12 @@ _JSON_TIME = ("time", "timestamp", "ts", "@timestamp", "asctime")
 _JSON_RANK = ("rank", "global_rank")
 
 
+def _spaces_at_end(before: str, after: str) -> int:
+    """Return how many spaces a prefix ends with that was taken off a text."""
+    prefix = before.removesuffix(after)
+    return len(prefix) - len(prefix.rstrip(" "))
+
+
 def _plain(text: str) -> str:
     return _COLOUR.sub("", text) if "\x1b" in text else text
 
@@ -270,12 +276,9 @@ class Prefixes:
         return None
 
     def _gap(self, step: Step, parts: _Parts) -> int:
-        """Return how many spaces a prefix that is taken off ends with; -1 if there is none."""
+        """Take a prefix off; return how many spaces it ends with, or -1 if there is none."""
         before = parts.text
-        if not self._take(step, parts):
-            return -1
-        taken = before.removesuffix(parts.text)
-        return len(taken) - len(taken.rstrip(" "))
+        return _spaces_at_end(before, parts.text) if self._take(step, parts) else -1
 
     def _with_gap(self, step: Step, least: int) -> Step:
         """Return a step that leaves all spaces to the line but those before every line.
@@ -284,12 +287,9 @@ class Prefixes:
         """
 
         def spaced(prefixes: Prefixes, parts: _Parts) -> bool:
-            trial = replace(parts)
-            more = self._gap(step, trial) - least
-            if not prefixes._take(step, parts):
-                return False
-            parts.text = " " * more + parts.text
-            return True
+            gap = prefixes._gap(step, parts)
+            parts.text = " " * (gap - least) + parts.text
+            return gap >= 0
 
         return spaced
 

@@ -18,7 +18,7 @@ from rankcall.imports.logs.facts import Fact, Fragment
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.reading import Marker
 from rankcall.imports.logs.sources import frameworks, launchers, libraries, nodes, pytorch
-from rankcall.imports.logs.sources.message import Message, Source
+from rankcall.imports.logs.sources.message import Message, Source, failed
 
 __all__ = ["SOURCES", "Message", "Source", "facts_of", "is_incomplete", "markers"]
 
@@ -50,16 +50,29 @@ _FRAGMENTS = (
 
 @functools.cache
 def markers() -> tuple[Marker, ...]:
-    """Return what the reader searches for."""
+    """Return what the reader searches for: no word that contains another one.
+
+    polars searches for at most 100 words by a table of all states, and for more of them by a graph,
+    which takes half as long again.
+    """
     follow_of: dict[str, int] = {}
     for message in _MESSAGES:
         for words in message.markers:
             follow_of[words] = max(follow_of.get(words, 0), message.follow)
-    return tuple(Marker(words, follow) for words, follow in follow_of.items())
+    return tuple(
+        Marker(words, follow)
+        for words, follow in follow_of.items()
+        if not any(
+            other != words and other in words and follow_of[other] >= follow for other in follow_of
+        )
+    )
 
 
 def facts_of(line: Line) -> list[Fact]:
-    """Return the facts in a line; an empty list if it has none of the messages above."""
+    """Return the facts in a line; an empty list if it has none of the messages above.
+
+    An error of torch that has no row of its own is a fragment of what is known.
+    """
     facts: list[Fact] = []
     done: set[int] = set()
     for words, message in _READERS:
@@ -74,6 +87,8 @@ def facts_of(line: Line) -> list[Fact]:
             facts.append(fact)
         elif match is None and words in _FRAGMENTS:
             facts.append(Fragment(line))
+    if not facts and pytorch.ERROR.match(line.text):
+        facts.append(Fragment(line))
     return facts
 
 
@@ -82,6 +97,7 @@ def is_incomplete(text: str) -> bool:
     patterns = [
         message.pattern
         for words, message in _READERS
-        if words in text and message.pattern is not None
+        # Words that only say that something failed stand in incomplete messages, too.
+        if words in text and message.pattern is not None and message.read is not failed
     ]
     return bool(patterns) and not any(pattern.search(text) for pattern in patterns)

@@ -11,6 +11,7 @@ from rankcall.imports.logs.sources.message import (
     Source,
     aborting,
     any_of,
+    failed,
     outside,
     trouble,
     waited,
@@ -105,7 +106,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "a worker ended; its traceback follows",
-                ("WorkerProc failed to start", "WorkerProc hit an exception"),
+                ("WorkerProc ",),
                 _VLLM_FATAL,
                 aborting,
                 "(Worker_TP12 pid=114) ERROR 03-14 09:02:36 [multiproc_executor.py:898] WorkerProc "
@@ -122,9 +123,9 @@ SOURCES: tuple[Source, ...] = (
                 "vLLM 0.8 and newer",
             ),
             Message(
-                "SGLang: a child is gone, or a forward pass takes too long",
-                ("Received sigquit from a child", "Watchdog timeout (self."),
-                any_of("Received sigquit from a child", "Watchdog timeout (self."),
+                "SGLang: a forward pass takes too long",
+                ("Watchdog timeout (self.",),
+                any_of("Watchdog timeout (self."),
                 waited,
                 "[2026-03-14 09:02:36 TP0] Watchdog timeout (self.watchdog_timeout=300)",
                 "SGLang 0.4 and newer",
@@ -167,6 +168,15 @@ SOURCES: tuple[Source, ...] = (
                 "Ray 2.2 and newer",
             ),
             Message(
+                "an exception of a task, which Ray writes without its beginning",
+                ("ray.exceptions.RayTaskError(", "CUDA out of memory. Tried"),
+                any_of("ray.exceptions.RayTaskError(", "CUDA out of memory. Tried"),
+                failed,
+                "ray.exceptions.RayTaskError(OutOfMemoryError): ray::Worker.step() (pid=4711, "
+                "ip=10.0.0.4)",
+                "Ray 2",
+            ),
+            Message(
                 "Ray lost a node",
                 ("has been marked dead",),
                 _RAY_NODE,
@@ -178,7 +188,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "Ray says that an actor or a worker is gone",
-                ("The actor is dead", "The actor died", "A worker died or was killed"),
+                ("The actor ", "A worker died or was killed"),
                 _RAY_DIED,
                 trouble,
                 "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this "

@@ -76,9 +76,7 @@ def _deepspeed_exit(line: Line, match: re.Match[str]) -> Fact:
 _LIGHTNING_EXIT = re.compile(
     r"\[rank: (\d{1,7})\] Child process with PID (\d{1,10}) terminated with code (-?\d{1,5})"
 )
-_SHELL_EXIT = re.compile(
-    r": line \d{1,9}: +(\d{1,10}) (Killed|Segmentation fault|Bus error|Illegal instruction) {2,}"
-)
+_SHELL_EXIT = re.compile(r": line \d{1,9}: +(\d{1,10}) (Killed|Segmentation fault) {2,}")
 _COMPOSE_EXIT = re.compile(r"^[\w.-]{1,120} exited with code (1[3-5]\d)$")
 
 
@@ -87,7 +85,7 @@ def _lightning_exit(line: Line, match: re.Match[str]) -> Fact:
 
 
 def _shell_exit(line: Line, match: re.Match[str]) -> Fact:
-    return WorkerExit(line, -1, int(match[1]), -_SIGNALS.get(match[2], 4))
+    return WorkerExit(line, -1, int(match[1]), -_SIGNALS[match[2]])
 
 
 def _compose_exit(line: Line, match: re.Match[str]) -> Fact:
@@ -112,7 +110,7 @@ _SIGNALS = {
 
 _MPI_FIRST = re.compile(r"Process name: \[\[\d{1,9},\d{1,9}\],(\d{1,7})\]")
 _MPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d{1,7})")
-_MPI_FAILED = ("exited with non-zero status", "but 1 process returned", "BAD TERMINATION OF ONE")
+_MPI_FAILED = ("exited with non-zero status", "BAD TERMINATION OF ONE")
 _CRASHED = re.compile(
     r"\[([\w.-]{1,253}):0*(\d{1,10})(?: ?:\d{1,10}:\d{1,10})?\] (?:Signal: |Caught signal )"
     r"(?:(\d{1,2}) \()?([A-Z][\w ]{3,40}?)(?:: .{0,120}\)| \((\d{1,2})\))"
@@ -235,20 +233,12 @@ SOURCES: tuple[Source, ...] = (
         "none; the number of a process is its index among those that were spawned",
         (
             Message(
-                "how a spawned process ended",
-                ("terminated with signal", "terminated with exit code"),
+                "how a spawned process ended, or that its error follows",
+                ("terminated with ",),
                 _SPAWNED,
                 _spawned_exit,
                 "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with "
                 "signal SIGKILL",
-                "torch 1.5 to 2.15",
-            ),
-            Message(
-                "the error of a spawned process follows",
-                ("terminated with the following error",),
-                _SPAWNED,
-                _spawned_exit,
-                "-- Process 2 terminated with the following error:",
                 "torch 1.0 to 2.15",
             ),
         ),
@@ -292,7 +282,7 @@ SOURCES: tuple[Source, ...] = (
         (
             Message(
                 "Lightning: a process ended, and the others are ended",
-                ("Child process with PID",),
+                ("terminated with code",),
                 _LIGHTNING_EXIT,
                 _lightning_exit,
                 "[rank: 3] Child process with PID 4711 terminated with code 1. Forcefully "
@@ -304,8 +294,6 @@ SOURCES: tuple[Source, ...] = (
                 (
                     "Killed     ",
                     "Segmentation fault     ",
-                    "Bus error     ",
-                    "Illegal instruction  ",
                 ),
                 _SHELL_EXIT,
                 _shell_exit,
@@ -417,7 +405,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "memory of the job's cgroup ran out",
-                ("oom_kill event", "oom-kill event", "oom-kill"),
+                ("oom_kill event", "oom-kill"),
                 _SLURM_OOM,
                 _slurm_oom,
                 "slurmstepd: error: Detected 1 oom_kill event in StepId=812.0. Some of the step "

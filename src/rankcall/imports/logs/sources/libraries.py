@@ -101,7 +101,7 @@ SOURCES: tuple[Source, ...] = (
         (
             Message(
                 "a process is a rank of a communicator",
-                ("Init START", "Init COMPLETE"),
+                (" - Init ",),
                 _NCCL_INIT,
                 _member,
                 "node-c:306305:306607 [3] NCCL INFO comm 0x55a51f00 rank 3 nranks 8 cudaDev 3 "
@@ -172,8 +172,7 @@ SOURCES: tuple[Source, ...] = (
                 "a device is lost or has no memory left",
                 (
                     "ERROR_DEVICE_LOST",
-                    "ERROR_OUT_OF_DEVICE_MEMORY",
-                    "ERROR_OUT_OF_RESOURCES",
+                    "ERROR_OUT_OF_",
                 ),
                 _LEVEL_ZERO,
                 _level_zero,

@@ -27,15 +27,13 @@ from rankcall.imports.logs.sources.message import (
     Source,
     aborting,
     any_of,
-    failed,
     op_name,
     ranks_in,
     trouble,
-    waited,
 )
 from rankcall.whole_numbers import whole_number
 
-__all__ = ["SOURCES"]
+__all__ = ["ERROR", "SOURCES"]
 
 _TRACEBACK, _REPORT, _STACK = 300, 40, 60  # lines of messages that have several
 _WORK = re.compile(
@@ -199,13 +197,8 @@ def _no_answer(line: Line, match: re.Match[str]) -> Fact:
     return Trouble(line, peer=f"{match[1]}:{match[2]}")
 
 
-_STUCK = (
-    "watchdog got stuck",
-    "Heartbeat monitor timed out",
-    "no heartbeat of its watchdog",
-)
 # torch writes the level, and the file that logs it, before each of its messages.
-_LOGGED = re.compile(
+ERROR = re.compile(
     r"^\[[EF](?:\d{3,4} \S{1,30})? ?(?:\d{1,10} )?[\w/]{1,200}\.(?:cpp|hpp|h|cc|cu):\d"
 )
 _CRASHED = re.compile(
@@ -214,10 +207,7 @@ _CRASHED = re.compile(
 )
 _ALLOCATOR = (
     "double free or corruption",
-    "free(): invalid",
-    "malloc(): ",
-    "munmap_chunk(): invalid",
-    "corrupted size vs. prev_size",
+    "(): invalid ",  # free() and others
 )
 
 
@@ -268,15 +258,6 @@ SOURCES: tuple[Source, ...] = (
                 "Rank 19] Process group watchdog thread terminated with exception: CUDA error: "
                 "unspecified launch failure",
                 "torch 2.3 to 2.14",
-            ),
-            Message(
-                "a watchdog itself does not go on, or a monitor waits for it in vain",
-                _STUCK,
-                any_of(*_STUCK),
-                waited,
-                "[rank1]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 1] Heartbeat monitor timed out! "
-                "Process will be terminated after dumping debug info. workMetaList_.size()=103",
-                "torch 2.2 to 2.14",
             ),
             Message(
                 "the line that issued a collective which timed out",
@@ -398,13 +379,11 @@ SOURCES: tuple[Source, ...] = (
                     "]:[E",
                     "]:[F",
                     "[E ProcessGroup",
-                    "[F ProcessGroup",
-                    "[E socket.cpp",
-                    "[E logger",
                 ),
-                _LOGGED,
-                failed,
-                "[rank2]:[E402 11:02:07.384372190 NCCLUtils.cpp:75] Abort of a communicator failed",
+                None,
+                None,
+                "[rank1]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 1] Heartbeat monitor timed out! "
+                "Process will be terminated after dumping debug info. workMetaList_.size()=103",
                 "torch 1.8 to 2.15",
             ),
             Message(
