@@ -21,7 +21,7 @@ import numpy.typing as npt
 #
 # The native recorder is built from it (``capture/native``), the fallback capture reads it, and so
 # do bandwidths, waiting times, comparisons between members, traffic and exports. To add an op, add
-# a row at the end: docs/architecture.md has the recipe.
+# a row at the end: docs/recipes.md has the recipe.
 #
 # Bandwidths are those of nccl-tests, so that figures compare with ``all_reduce_perf``: ``algbw = S
 # / t`` and ``busbw = algbw * f``; 1 GB = 1e9 bytes. The table has S and f of each op, in terms of
@@ -291,7 +291,7 @@ FACTS = {
     ),
     "device_ms": (
         "How long the device worked on it, with `RANKCALL_DEVICE_TIMES=1` (experimental, see "
-        "[safety](design/safety.md)); otherwise null."
+        "[devices](design/devices.md)); otherwise null."
     ),
 }
 # What descriptions and exports have beside the columns of a record.
@@ -313,7 +313,7 @@ DERIVED_FACTS = {
     "vm_id": "The name of the rank's machine: the variable `VM_ID`.",
 }
 
-MAX_DIMS = 6  # more are rare, and would make each record larger
+MAX_DIMS = 6  # more are rare, and would make each record larger than three cache lines
 NO_RANK = -1  # root or peer: does not apply, or not known (an any-source receive in flight)
 
 KINDS = ("collective", "p2p")

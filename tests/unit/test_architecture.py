@@ -1,4 +1,4 @@
-"""docs/architecture.md stays true: the files, names and threads that it mentions exist."""
+"""The pages about the code stay true: the files, names and threads that they mention exist."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import rankcall
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "rankcall"
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
-SPANS = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)))
+PAGES = ("architecture.md", "recipes.md", "design/threads.md")
+TEXT = "\n".join((ROOT / "docs" / page).read_text() for page in PAGES)
+THREADS = (ROOT / "docs" / "design" / "threads.md").read_text()
+SPANS = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)))
 PATH = re.compile(r"(?P<path>\w[\w./]*(?:\.(?:py|h|cpp|md)|/))(?:::(?P<name>[\w.]+))?")
 EXAMPLES = {"file.py::Name", "src/rankcall/trace/sinks/ops_count.py"}  # of the recipes
 PATHS = sorted(span for span in SPANS - EXAMPLES if PATH.fullmatch(span))
@@ -61,7 +63,7 @@ def test_each_path_exists(span: str) -> None:
     match = PATH.fullmatch(span)
     assert match
     file = file_at(match["path"])
-    assert file is not None, f"docs/architecture.md: {match['path']} does not exist"
+    assert file is not None, f"{match['path']} does not exist"
     if match["name"]:
         assert is_defined(file, match["name"]), f"{match['path']} does not define {match['name']}"
 
@@ -77,8 +79,7 @@ def test_each_dotted_name_exists(span: str) -> None:
 
 def test_the_threads_are_those_that_the_code_starts() -> None:
     """The table of threads names every thread that the package starts, and the file that does."""
-    table = PAGE.partition("## Threads")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", THREADS, re.MULTILINE)
     listed = {
         (name, path)
         for threads, files in rows

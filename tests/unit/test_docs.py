@@ -150,9 +150,12 @@ REPOSITORY_PATH = re.compile(
 TEST_NAME = re.compile(r"`(?:[\w/.]+::)?(test_\w+)(?:\.py)?`")
 
 
-# test_architecture.py looks at every path of that page.
+# test_architecture.py looks at every path of the pages about the code.
+ABOUT_CODE = ("architecture.md", "recipes.md", "threads.md")
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "architecture.md"], ids=lambda page: page.name
+    "page", [page for page in PAGES if page.name not in ABOUT_CODE], ids=lambda page: page.name
 )
 def test_named_files_and_tests_exist(page: Path) -> None:
     """A page that names a file of the repository, or a test as its proof, names one that exists."""

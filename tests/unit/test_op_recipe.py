@@ -1,4 +1,4 @@
-"""A new op is one row: the recipe "Add an op" in docs/architecture.md, followed with a toy.
+"""A new op is one row: the recipe "Add an op" in docs/recipes.md, followed with a toy.
 
 The row goes into a copy of the package. A program that uses the copy issues the op, and looks for
 it wherever ops are read: records, bandwidths, verdicts, traces and exports.
@@ -19,7 +19,7 @@ import pytest
 
 import rankcall
 
-RECIPES = Path(__file__).parents[2] / "docs/architecture.md"
+RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 
 PROGRAM = """
 import io, json, sys
@@ -70,7 +70,7 @@ print(json.dumps({
 
 def row_of_recipe() -> tuple[str, str]:
     """Return the file that the recipe names, and the row that it shows for it."""
-    text = RECIPES.read_text().partition("### Add an op\n")[2].partition("\n### ")[0]
+    text = RECIPES.read_text().partition("## Add an op\n")[2].partition("\n## ")[0]
     file = re.search(r"`(\w+\.py)`", text)
     row = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert file is not None

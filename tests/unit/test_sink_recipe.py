@@ -1,4 +1,4 @@
-"""A new sink is one file: the recipe "Add a sink" in docs/architecture.md, followed with a toy."""
+"""A new sink is one file: the recipe "Add a sink" in docs/recipes.md, followed with a toy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from rankcall import trace
 from rankcall.trace import sinks
 
-RECIPES = Path(__file__).parents[2] / "docs/architecture.md"
+RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 
 
 def recipe() -> tuple[str, str]:
     """Return the file that the recipe names, and the code that it shows for it."""
-    text = RECIPES.read_text().partition("### Add a sink\n")[2].partition("\n### ")[0]
+    text = RECIPES.read_text().partition("## Add a sink\n")[2].partition("\n## ")[0]
     code = re.search(r"```python\n# src/rankcall/(trace/sinks/\w+\.py)\n(.*?)```", text, re.DOTALL)
     assert code is not None
     return code.group(1), code.group(2)
