@@ -15,8 +15,8 @@ from world import wait_until
 from rankcall.ring.layout import HEADER_BYTES, Header, parse_header, read_header
 from rankcall.run.frames import code_place
 from rankcall.run.load import load
+from rankcall.run.own_stacks import register_stack_dump, request_stacks
 from rankcall.run.paths import ring_paths
-from rankcall.run.stacks import register_stack_dump, request_stacks
 from rankcall.testing import FaultPlan, Ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc

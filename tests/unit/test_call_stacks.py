@@ -15,9 +15,9 @@ from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.report.json import render_verdict
 from rankcall.report.stack_lines import stack_lines
 from rankcall.run.frames import CodePlace, Frame, code_place
+from rankcall.run.own_stacks import _Dump
 from rankcall.run.stack_classes import stack_classes, telling_frames
 from rankcall.run.stack_text import mark_training_thread, tidy
-from rankcall.run.stacks import _Dump
 
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -190,7 +190,7 @@ def test_answers_of_two_threads(
     """An answer counts as the training thread's only if it cannot be another one's."""
     frame = 'Stack (most recent call first):\n  File "/a/t.py", line 1 in '
     known = {"main": f"{frame}driver", "trains": f"{frame}work", "rest": f"{frame}x"[20:], "": ""}
-    monkeypatch.setattr("rankcall.run.stacks._training_thread", lambda header: 77)
+    monkeypatch.setattr("rankcall.run.own_stacks.training_thread_of", lambda header: 77)
     header = SimpleNamespace(pid=os.getppid(), stack_fd=3, train_thread=77)
     dump = _Dump(header)  # type: ignore[arg-type]
     dump._texts = [known[text] for text in texts]

@@ -17,17 +17,8 @@ from rankcall.analysis.summary import Summary, summarise
 from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.printable import clean
 from rankcall.report import summary_text
-from rankcall.report.formatting import (
-    cut,
-    cut_path,
-    fitted,
-    listed,
-    percent,
-    rate,
-    size,
-    time,
-    wrapped,
-)
+from rankcall.report.fitting import cut, cut_path, fitted, listed
+from rankcall.report.formatting import percent, rate, size, time, wrapped
 from rankcall.report.headline import headline
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run.load import load

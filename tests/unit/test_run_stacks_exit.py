@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.run.stacks import STACK_SIGNAL
+from rankcall.run.own_stacks import STACK_SIGNAL
 
 # A process that takes long to end: at its end, millions of objects are freed, and this is where the
 # interpreter has taken faulthandler's handler out already. A thread of its own may register.
@@ -18,7 +18,7 @@ import mmap, sys, threading
 from pathlib import Path
 from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create
-from rankcall.run.stacks import register_stack_dump
+from rankcall.run.own_stacks import register_stack_dump
 
 ring = create(Path(sys.argv[1]), Identity(rank=0, world_size=1, host="h"), Geometry(64, 8, 4096))
 if sys.argv[2] == "thread":

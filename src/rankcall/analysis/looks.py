@@ -7,7 +7,7 @@ from rankcall.analysis.snapshot import threads_in_calls
 from rankcall.analysis.verdicts import diagnose, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.run.load import Run
-from rankcall.run.stacks import request_stacks
+from rankcall.run.own_stacks import request_stacks
 
 _NEWEST = 1024  # records that a live view reads from the end of each ring
 _WINDOW = 1 << 16  # calls that a live view keeps of all ranks together

@@ -4,6 +4,7 @@
 
     dumps.files       reads a Flight Recorder dump; treats every file as hostile
     dumps.together    reads files with the dumps of several ranks
+    dumps.tables      reads the tables of torch's debug server
     dumps.records     turns the entries of one dump into records
     dumps.readers     reads many dumps in several processes
     dumps.rings       makes the rings of one job of them

@@ -43,7 +43,7 @@ from rankcall.process import boot_id, host_name
 from rankcall.ring.layout import Header
 from rankcall.run.hangs import note_over
 from rankcall.run.load import load
-from rankcall.run.stacks import request_stacks
+from rankcall.run.own_stacks import request_stacks
 from rankcall.run.tails import keep_tails
 
 logger = logging.getLogger("rankcall.watch")

@@ -27,7 +27,7 @@ from rankcall.record import FLAG_ABANDONED
 from rankcall.ring.follower import LiveTables, RingView
 from rankcall.ring.layout import Header
 from rankcall.ring.writer import put
-from rankcall.run.stacks import register_stack_dump, unregister_stack_dump
+from rankcall.run.own_stacks import register_stack_dump, unregister_stack_dump
 
 logger = logging.getLogger("rankcall.watch")
 

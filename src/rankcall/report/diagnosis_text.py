@@ -14,13 +14,8 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Kept, Verdict
 from rankcall.analysis.verdicts.wording import duration
 from rankcall.printable import clean
-from rankcall.report.formatting import (
-    INDENT,
-    as_text,
-    fitted,
-    plural,
-    wrapped,
-)
+from rankcall.report.fitting import fitted
+from rankcall.report.formatting import INDENT, as_text, plural, wrapped
 from rankcall.report.going import healthy
 from rankcall.report.stack_lines import stack_lines
 from rankcall.report.standing import Row, named, ranks_cell, rows, since_cell, world

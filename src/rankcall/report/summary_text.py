@@ -17,13 +17,11 @@ from rankcall.analysis.summary import Straggler, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.printable import clean
 from rankcall.ranks import format_ranks, with_noun
+from rankcall.report.fitting import cut, fitted, listed
 from rankcall.report.formatting import (
     INDENT,
     as_text,
-    cut,
-    fitted,
     gap_text,
-    listed,
     percent,
     plural,
     rate,

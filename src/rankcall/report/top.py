@@ -16,7 +16,8 @@ from rankcall.analysis.snapshot import END_UNKNOWN, LEFT, RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.printable import clean
-from rankcall.report.formatting import as_text, cut, digits, percent, plural, wrapped
+from rankcall.report.fitting import cut
+from rankcall.report.formatting import as_text, digits, percent, plural, wrapped
 from rankcall.report.going import LONG
 from rankcall.report.standing import line_cell, named, no_call, ranks_cell, with_verb, world
 

@@ -17,9 +17,9 @@ from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
 from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Run, load
+from rankcall.run.own_stacks import request_stacks
 from rankcall.run.paths import ring_paths
 from rankcall.run.stack_text import tidy
-from rankcall.run.stacks import request_stacks
 from rankcall.serve.other_nodes import OtherNodes
 
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,22 @@ from rankcall.drop_in import DESCRIPTION, NS_PER_S, Field, description
 from rankcall.errors import warn_renamed
 from rankcall.ranks import format_ranks
 from rankcall.record import DTYPES, NO_RANK
+from rankcall.trace.line_parts import (
+    Column,
+    Part,
+    chosen,
+    devices,
+    joined,
+    numbers,
+    reals,
+    where_it_applies,
+)
 
 if TYPE_CHECKING:
     import polars as pl
 
 
 Description = dict[str, Any]
-Part = Union[str, "pl.Series"]
-Column = npt.NDArray[Any]
 
 # The values in columns that stand for "does not apply"; a dictionary has None instead.
 _ABSENT = {"peer": NO_RANK, "root": NO_RANK, "correlation": 0, "end_unknown": False}
@@ -146,8 +154,6 @@ class Descriptions:
         """Return the facts that do not differ within a call, from the whole batch or from it."""
         return {**vars(self.teller), **vars(call), "group_ranks": list(call.group_ranks)}
 
-    # --- as a table and as text, made by Polars, which does not hold the GIL while it works ---
-
     def frame(self) -> pl.DataFrame:
         """Return a table with a column for each fact (ranks as ``0-3,8``).
 
@@ -185,7 +191,7 @@ class Descriptions:
 
         if not len(self):
             return b""
-        parts = _joined(self._parts())
+        parts = joined(self._parts())
         if len(parts) == 1 and isinstance(parts[0], str):
             return f"{parts[0]}\n".encode() * len(self)
         line = pl.concat_str([pl.lit(part) for part in parts])
@@ -208,7 +214,7 @@ class Descriptions:
                     yield from self._column(field, separator)
             else:
                 texts = [_text_of(fields, facts) for facts in shared]
-                yield _chosen([separator + text for text in texts], self.columns["call"])
+                yield chosen([separator + text for text in texts], self.columns["call"])
             separator = ", "
         yield "}"
 
@@ -216,19 +222,19 @@ class Descriptions:
         """Yield the parts of a field that differs within a call: its key and its values."""
         key, column = f'{separator}"{field.name}": ', self.columns[field.fact]
         if field.is_optional:
-            yield _where_it_applies(key, column, _ABSENT[field.fact])
+            yield where_it_applies(key, column, _ABSENT[field.fact])
             return
         yield key
         if field.fact == "dtype":
-            yield _chosen([f'"{name}"' for name in DTYPES], column)
+            yield chosen([f'"{name}"' for name in DTYPES], column)
         elif field.fact == "device_index":
-            yield _devices(column)
+            yield devices(column)
         elif field.fact == "enqueued_epoch_ns":
-            yield _numbers(column // NS_PER_S)
+            yield numbers(column // NS_PER_S)
         elif field.fact in _REALS:
-            yield _reals(column)
+            yield reals(column)
         else:
-            yield _numbers(column)
+            yield numbers(column)
 
     def _text(self, text: Callable[[DescribedCall], str]) -> pl.Series:
         """Return a text for each description that depends only on its call."""
@@ -243,63 +249,6 @@ NOTHING = Descriptions(Teller(NO_RANK), (), Columns({"call": np.empty(0, np.int6
 
 def _text_of(fields: Iterable[Field], facts: dict[str, Any]) -> str:
     return json.dumps({field.name: facts[field.fact] for field in fields})[1:-1]
-
-
-# --- Parts of lines. A part that is the same in the whole batch is one string, because a column of
-# --- strings costs time.
-
-
-def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Join strings that stand next to each other."""
-    merged: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += part
-        else:
-            merged.append(part)
-    return merged
-
-
-def _chosen(texts: list[str], which: Column) -> Part:
-    import polars as pl
-
-    if (which == which[0]).all():
-        return texts[int(which[0])]
-    return pl.Series(texts, dtype=pl.String).gather(which.astype(np.uint32))
-
-
-def _numbers(column: Column) -> Part:
-    import polars as pl
-
-    return str(column[0]) if (column == column[0]).all() else pl.Series(column).cast(pl.String)
-
-
-def _reals(column: Column) -> Part:
-    import polars as pl
-
-    unknown = np.isnan(column)
-    if unknown.all():
-        return "null"
-    texts: pl.Series = pl.Series(column).cast(pl.String)
-    return texts.set(pl.Series(unknown), "null") if unknown.any() else texts
-
-
-def _devices(column: Column) -> Part:
-    import polars as pl
-
-    if (column < 0).all():
-        return '"cpu"'
-    texts: pl.Series = pl.Series(column).cast(pl.String)
-    return texts.set(pl.Series(column < 0), '"cpu"')
-
-
-def _where_it_applies(key: str, column: Column, absent: int) -> Part:
-    import polars as pl
-
-    if (column == absent).all():
-        return ""
-    texts: pl.Series = key + pl.Series(column).cast(pl.String)
-    return texts.set(pl.Series(column == absent), "")
 
 
 def _known(value: int, absent: int) -> int | None:

@@ -3,6 +3,9 @@
 ``summary`` and ``evidence`` render facts; ``evidence_lines`` has the templates of single lines, and
 ``naming`` the names in all of them. The tense is that of the run: the past once it has ended.
 docs/design/verdicts.md lists the sentences with what must be true for each.
+
+A template of ``_STATES`` is what follows the names of ranks that others wait for; one of
+``_SUMMARIES`` is the whole beginning of a finding.
 """
 
 from __future__ import annotations
@@ -63,9 +66,6 @@ def evidence(facts: Sequence[Fact], live: bool = True) -> tuple[str, ...]:
 def as_seen(text: str, seconds: float) -> str:
     """Write the summary of a finding that the job's own watcher made before the job's end."""
     return f"The job's own watcher saw, {duration(seconds)} before the end: {text}"
-
-
-# --- the state of ranks that others wait for: what follows their names ---
 
 
 def _ending(text: str, *, plural: str = "") -> Callable[[Fact, bool], str]:
@@ -213,9 +213,6 @@ def _held_up(facts: Sequence[Fact], live: bool) -> str:
         f"{count_of(there + elsewhere, 'rank')} {'cannot' if live else 'could not'} go on: "
         f"{there:,} {waited}, and {elsewhere:,} {verbs_for(elsewhere, live).be} {others}."
     )
-
-
-# --- the first sentences of other findings ---
 
 
 def _ended_together(facts: Sequence[Fact], live: bool) -> str:

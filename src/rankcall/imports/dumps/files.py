@@ -22,13 +22,8 @@ from typing import Any, Literal, NamedTuple
 from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError
 from rankcall.imports.dumps.records import DumpRecords, records_of
-from rankcall.imports.dumps.together import (
-    Part,
-    begins_like_several,
-    begins_like_tables,
-    is_table,
-    parts_of,
-)
+from rankcall.imports.dumps.tables import begins_like_tables, is_table
+from rankcall.imports.dumps.together import Part, begins_like_several, parts_of
 from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
