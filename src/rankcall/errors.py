@@ -14,8 +14,8 @@ RankcallError
 ├── DuplicateBackendError   (RuntimeError)  a back end with this name is registered already
 ├── ExportError             (OSError)       a report or an export cannot be written
 ├── ExtraMissingError       (ImportError)   a sink needs a package that is not installed
-├── PeerError               (RuntimeError)  another rank failed, and this one cannot go on without
-it ├── RunNotFoundError        (FileNotFoundError)  there is no run at this path
+├── PeerError               (RuntimeError)  another rank failed, and this one cannot go on alone
+├── RunNotFoundError        (FileNotFoundError)  there is no run at this path
 ├── StoreLostError          (RuntimeError)  the store's host is gone; also a DistNetworkError
 ├── TorchMissingError       (ImportError)   torch is absent, or older than rankcall needs
 ├── UnevenInputsError       (RuntimeError)  ranks have different numbers of batches, or left early
@@ -61,7 +61,11 @@ class RankcallError(Exception):
 
 
 class _Explained(RankcallError):
-    """An error that keeps its attributes when it is pickled."""
+    """An error that keeps its attributes when it is pickled.
+
+    Launchers pickle an error to hand it from a rank to its parent. An exception is unpickled by
+    calling its class with ``args``, which are the message alone, so the rest would be lost.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -288,6 +292,8 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 3) -> None:
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
+# As torchrun, Slurm, Open MPI and Intel's MPI or MPICH set them. The first that is there counts:
+# a torchrun that Slurm started once for each node sets its own for the ranks below it.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",

@@ -28,14 +28,13 @@ from rankcall.analysis.collectives import (
     sessions_of,
     split_by_group,
 )
-from rankcall.record import (
-    SYNCHRONISING,
-)
+from rankcall.record import SYNCHRONISING
 from rankcall.ring.layout import Header
 from rankcall.ring.tables import Group
 from rankcall.run.load import Run
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _SYNC = np.array([name in SYNCHRONISING for name in OP_NAMES])
 _SAMPLE = 2048  # collectives read of a group: the median's error falls with the square root
@@ -234,6 +233,8 @@ def _fit(ref: int, other: int, times: Floats, apart: Floats) -> ClockLink:
         x = np.array([np.median(times[piece]) for piece in pieces])
         y = np.array([np.median(apart[piece]) for piece in pieces])
         steep = _theil_sen(x, y)
+        # A drift counts if over the whole run it is clearly more than the medians scatter: else the
+        # slope would be that of noise, and move the ends of the run apart.
         noise = float(np.median(np.abs(y - steep * x - np.median(y - steep * x))))
         if 4 * noise < abs(steep) * (x[-1] - x[0]) and abs(steep) < _LARGEST_DRIFT:
             slope, offset = steep, float(np.median(apart - steep * times))
@@ -247,9 +248,6 @@ def _theil_sen(x: Floats, y: Floats) -> float:
     run = x[j] - x[i]
     usable = run > 0
     return float(np.median((y[j] - y[i])[usable] / run[usable])) if usable.any() else 0.0
-
-
-Ints = npt.NDArray[np.int64]
 
 
 def align(run: Run) -> RunClocks:

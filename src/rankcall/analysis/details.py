@@ -4,12 +4,6 @@ At any moment a rank is in some collective or message, or in none. The time in n
 (or whatever else the script does). Of the time in some, waiting is until the op could begin (see
 ``analysis.waiting``). The rest is transfer. Ops that overlap count once, so the three add up to
 the rank's time, and the waiting of all ranks is the waiting in the summary.
-
-A message's two hosts are recorded. The bytes that a collective sends between two hosts are not:
-they depend on the back end. The figures here are those of the plainest algorithm, in the group's
-order: a ring for all_reduce, all_gather and reduce_scatter (each member sends S * f to the next,
-with S and f of nccl-tests), a chain from or to the root for broadcast and reduce, one message a
-member for gather and scatter, an equal slice to each for all_to_all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""The bytes that a run sent from each host to each other one."""
+"""The bytes that a run sent from each host to each other one.
+
+A message's two hosts are recorded. The bytes that a collective sends between two hosts are not:
+they depend on the back end. The figures here are those of the plainest algorithm, in the group's
+order: a ring for all_reduce, all_gather and reduce_scatter (each member sends S * f to the next,
+with S and f of nccl-tests), a chain from or to the root for broadcast and reduce, one message a
+member for gather and scatter, an equal slice to each for all_to_all.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.collectives import OP_NAMES, CollectiveTable, MessageTable, present
-from rankcall.analysis.run_tables import (
-    RunTables,
-)
+from rankcall.analysis.run_tables import RunTables
 from rankcall.record import OPS, bus_factor
 
 Floats = npt.NDArray[np.float64]

@@ -56,8 +56,10 @@ from rankcall import background
 NO_NUMBER = -1
 _MOST_MISSES = 3  # looks without any status of a group: its back end keeps none
 _SETTLED_NS = 2_000_000_000  # an op that is older was not overlooked between two looks
-_MOST_OPS = 1 << 16
-_LOOK_SECONDS = 1.0  # for a look that another thread has begun
+_MOST_OPS = 1 << 16  # of a group, in case that its back end never says that any has completed
+# For a look that another thread has begun. It calls into the back end, which may hang with the
+# device: the end of a recording then goes on without a last look.
+_LOOK_SECONDS = 1.0
 
 
 class GroupStatus(NamedTuple):

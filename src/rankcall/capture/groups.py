@@ -45,6 +45,8 @@ class GroupWatch:
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
+        # How often torch started over (``init_process_group``), and how often each name was used
+        # since: together they are a group's epoch, because torch uses names again.
         self._era = -1
         self._uses: dict[str, int] = {}
         self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()

@@ -74,7 +74,7 @@ class Capture(Protocol):
         """Keep first ops of groups waiting for a moment; yields False if one is under way."""
 
     def note_exit_status(self, path: Path, fields: str) -> None:
-        """Have the status in a file if this process ends with another one than 0.
+        """Have the exit status appended to a file if this process ends with another one than 0.
 
         Args:
             path: The file, to which a line is appended, in a folder that may not exist yet.

@@ -105,8 +105,8 @@ class FallbackMarks:
         for size in sizes:
             together = api == BATCH or len(sizes) > 1
             self._mark(self._text(name, size, together, fields, site, group, me).encode())
-        # The end of an op on a device is noticed up to two seconds late: such a range would be no
-        # time.
+        # The end of an op on a device is noticed up to two seconds late. A range that ends then
+        # would show a time that the op did not take.
         if fields["flags"] & FLAG_DEVICE:
             return
         self._ranges[index] = self._begin(name.encode())

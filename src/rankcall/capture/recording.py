@@ -37,6 +37,7 @@ _HEARTBEAT_SECONDS = 0.5
 # The thread that waits for an op runs on before the op's end is written: microseconds, on a busy
 # machine milliseconds. An op that is really in flight may take for ever, so nobody waits for that.
 _DRAIN_SECONDS = 0.1
+# For the heartbeat's thread. It may be inside the status of a back end that hangs.
 _JOIN_SECONDS = 2.0
 
 

@@ -29,7 +29,7 @@ from rankcall.ring.layout import HEADER
 from rankcall.ring.rpc_state import MOST, RpcRun, RpcState, RpcWait
 from rankcall.ring.writer import put_text
 
-_DEEPEST = 200  # frames of a thread
+_DEEPEST = 200  # frames of a thread: it is looked at twice a second, with the GIL held
 _ROOM = HEADER.fields["rpc"][0].itemsize - 1  # type: ignore[index]
 
 

@@ -29,7 +29,7 @@ _LOCK_SECONDS = 600.0  # another thread may hold the lock while it builds the re
 class _State:
     def __init__(self) -> None:
         self.recording: Recording | None = None
-        # Reentrant, because a recording that ends is placed into its run first.
+        # Reentrant, because a recording that ends is placed into its run first, by the same thread.
         self.lock = threading.RLock()
         self.draining: list[Recording] = []
         self.registered = False

@@ -170,6 +170,8 @@ def _distinct_rows(
     same hash are possible, if unlikely, so the result is compared, and if it is wrong the rows are
     sorted after all.
     """
+    # Powers of an odd number: each column has a weight of its own, and none of them is even, which
+    # would lose the highest bits of what it is multiplied with.
     odd = np.cumprod(np.full(rows.shape[1], 0x5851F42D4C957F2D, np.uint64))
     hashes = (rows.view(np.uint64) * odd).sum(axis=1, dtype=np.uint64)
     _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
@@ -181,6 +183,8 @@ def _distinct_rows(
 
 def _devices(rows: Rows) -> Column:
     types, indexes = rows["device_type"].astype(np.int64), rows["device_index"].astype(np.int64)
+    # Both in one number, because to sort numbers is faster than to sort rows. An index has 16 bits
+    # and may be negative.
     keys, which = np.unique(types * 65536 + (indexes + 32768), return_inverse=True)
     names = [device_name(key // 65536, key % 65536 - 32768) for key in keys.tolist()]
     return Column(which.ravel().astype(np.uint32), names)

@@ -210,9 +210,9 @@ class RingFollower(RingView):
         rows, state = self._look_up(self._open)
         return take_rows(rows, state == _FOUND)
 
-    # --- what happened ---
-
     def _look(self, issued: int) -> Batch | None:
+        # Records that the ring has lapped are looked up one by one, which only a chunk of them is
+        # worth. A reader that is further behind would be lapped again before it had done that.
         if issued - self._next > self._capacity + _CHUNK:
             self._leap(issued - self._capacity)
         if not self.has_open:
@@ -256,6 +256,7 @@ class RingFollower(RingView):
         """Copy the records in flight, and whether the start of each was reported."""
         rows, state = self._look_up(self._open)
         reported, present, lost = self._start_reported, state == _FOUND, state == _LOST
+        # Each lost op has two events, of which its start may have been reported.
         self._dropped += 2 * int(np.count_nonzero(lost)) - int(np.count_nonzero(reported[lost]))
         later = state == _UNWRITTEN  # on its way to the in-flight table
         self._open, self._start_reported = self._open[later], reported[later]

@@ -13,7 +13,9 @@ from typing import Any
 
 from rankcall.whole_numbers import LARGEST
 
-MOST = 4  # waits, and runs, that fit
+# Of waits, and of runs. The header has 768 bytes for the text, which three or four of usual lengths
+# fill; ``encode`` leaves out more if they are longer.
+MOST = 4
 _MOST_NAME, _MOST_LINE = 60, 100  # characters
 
 

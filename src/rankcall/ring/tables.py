@@ -1,4 +1,4 @@
-"""A ring file's side tables: process groups, call sites, strings, sizes.
+"""A ring file's side tables: process groups, call sites, strings, sizes; decoded and encoded.
 
 Every length, count and number is checked, because any user may have written the file.
 """
@@ -23,7 +23,7 @@ ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES, ENTRY_LINE = range(1, 6)  # 
 
 _ENTRY = struct.Struct("<IIII")
 assert _ENTRY.size == ENTRY_HEADER.itemsize
-_MOST_OF_A_LINE = 400  # characters
+_MOST_OF_A_LINE = 400  # characters; a longer line is generated code, and no screen shows it whole
 _GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
 
@@ -265,9 +265,6 @@ def _group(fields: dict[str, Any]) -> Group:
         _text(fields["description"]),
         expand_ranks(fields["ranks"]),
     )
-
-
-# --- encoding ---
 
 
 def encode_group(group: Group) -> bytes:

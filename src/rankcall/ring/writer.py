@@ -1,4 +1,4 @@
-"""Create a ring file, write records into it, and cut its tail.
+"""Create a ring file, and write records into it.
 
 Both captures create their ring here. ``PythonRing`` is the writer of the pure-Python capture. It
 writes the same bytes as the native recorder.
@@ -268,6 +268,8 @@ class PythonRing:
                 return 0
             at = self._geometry.tables_offset + self._tables_used
             self._entries += 1
+            # The payload comes first. A reader takes an entry only if its number is the next one
+            # and its checksum fits, so it never sees one that is half there.
             self.map[at + 16 : at + 16 + len(payload)] = payload
             struct.pack_into(
                 "<IIII", self.map, at, self._entries, kind, len(payload), zlib.crc32(payload)
@@ -359,7 +361,7 @@ class PythonRing:
             commit = _read_word(ring, at)[0]
             if commit == word | COMMIT_DONE:
                 return False
-            self.done += 1
+            self.done += 1  # also of a lost record: each op that was issued ends once
             if commit != word | COMMIT_OPEN:
                 return False
             # Until it is done, readers take the fields of the end for not set.

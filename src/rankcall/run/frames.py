@@ -41,10 +41,7 @@ _MAIN_THREAD = re.compile(r"<module>|\"MainThread\"")
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _PY_SPY = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
 _NATIVE = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^():]+)\)$")  # py-spy: name (library)
-_WRAPPERS = (
-    "wrapper",
-    "inner",
-)  # functions of torch's decorators
+_WRAPPERS = ("wrapper", "inner")  # functions of torch's decorators
 
 
 @dataclass(frozen=True)

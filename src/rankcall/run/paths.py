@@ -91,9 +91,8 @@ def create_run(path: Path, about: dict[str, Any]) -> Path:
     ``run.json`` is kept: every rank calls this, and the launcher may have been first.
     """
     if not path.is_dir():
-        with contextlib.suppress(
-            UnsafeFolderError
-        ):  # another rank was first; "rings" is checked below
+        # Another rank may have been first; "rings" is checked below.
+        with contextlib.suppress(UnsafeFolderError):
             make_folder(path, private=False)
     run_folder(path, "rings")
     meta = path / "run.json"

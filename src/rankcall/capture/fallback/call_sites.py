@@ -13,6 +13,8 @@ from rankcall.capture.interface import installed_folders, skipped_folders
 from rankcall.ring.tables import JOIN, CallSite, UserLine
 
 _USER, _FRAMEWORK, _CHILD, _HIDDEN, _WRAPPER, _API, _API_OF_MANY, _BACKWARD = range(8)
+# Functions of torch's decorators (``_exception_logger``, ``no_grad``, ``torch.compile``) and of
+# ``Module.__call__``: what the user called is the function around or inside of them.
 _WRAPPERS = {
     "wrapper",
     "inner",
@@ -28,8 +30,12 @@ _JOINS = ("/rankcall/join/", "/torch/distributed/algorithms/join.py")
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 # Names of programs that came on the command line or were typed: the user's own.
 _TYPED = ("<string>", "<stdin>", "<python-input", "<ipython-input")
+# A program that makes code objects without end (``exec``, notebooks) must not make the tables grow
+# without end. Ops of later sites are recorded without one.
 _MAX_SITES = _MAX_CODES = 1 << 16
-_MOST_FRAMES = 400  # between a framework's line and the user's
+# Between a framework's line and the user's. Lightning has some 30; deeper is a recursion, and each
+# op would pay for it.
+_MOST_FRAMES = 400
 _OWN_FOLDER = str(Path(__file__).parent) + "/"
 
 
@@ -63,11 +69,12 @@ class CallSites:
         self._last = _PerThread()
 
     def find(self, frame: FrameType | None, moment: int) -> tuple[int, bool]:
-        """Return the nearest user frame's site, and whether this thread's last op was of one call.
+        """Return the site of the nearest frame of the user's, and whether its call goes on.
 
-        That is: of one call of a public function that issues several ops, such as
-        ``batch_isend_irecv``. ``moment`` changes when a thread of autograd's, without frames of its
-        own, has to look again who called ``backward()``.
+        It goes on if the same call of a public function that issues several ops, such as
+        ``batch_isend_irecv``, has issued this thread's last op, too. ``moment`` is a number that
+        changes when a thread of autograd's, which has no frames of its own, has to look again who
+        called ``backward()``.
         """
         api: FrameType | None = None
         many = False
@@ -102,6 +109,8 @@ class CallSites:
         return known
 
     def _classify(self, file: str, name: str) -> int:
+        # Importlib's code, and code that FX and Inductor generate: no line of it is in a file that
+        # somebody wrote.
         if file.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in file:
             return _HIDDEN
         if file.endswith(_BETWEEN):

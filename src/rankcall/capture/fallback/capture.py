@@ -69,7 +69,9 @@ from rankcall.ring.tables import Group
 from rankcall.ring.writer import PythonRing, put
 
 _ENQUEUED, _STARTED = STATUSES.index("enqueued"), STATUSES.index("started")
-_MAX_SHAPES, _MAX_NUMELS = 1024, 1024  # of coalesced ops
+# Of coalesced ops. A model has as many shapes as buckets. The bounds are for a program whose sizes
+# change at each step: they would fill the side tables.
+_MAX_SHAPES, _MAX_NUMELS = 1024, 1024
 _DEVICE_CODES = {name: code for code, name in enumerate(DEVICE_TYPES)}
 _NAN = math.nan
 
@@ -118,6 +120,7 @@ class Issuer:
                 first = main[0]
                 place = first.device
                 device, index = place.type, -1 if place.index is None else place.index
+                # A compiler traces with such tensors: the op does not run.
                 if device == "meta" or isinstance(first, FakeTensor):
                     return None
                 dtype = DTYPE_CODES.get(first.dtype, 0)

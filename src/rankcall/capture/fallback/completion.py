@@ -31,7 +31,9 @@ from rankcall.capture.marks import FallbackMarks
 from rankcall.record import FLAG_ABANDONED, FLAG_ANY_SOURCE, FLAG_DEVICE, NO_RANK, STATUSES
 from rankcall.ring.writer import PythonRing
 
-_MOST_AT_ONCE = 4  # proxies that are examined at an op
+# Proxies that are examined at an op. An op adds one at most, so with more than one their number
+# falls. All of them at once would be a pause of the training thread.
+_MOST_AT_ONCE = 4
 
 
 class End(Protocol):
@@ -199,7 +201,9 @@ class _Unused(dist.Work):
 
 _ENQUEUED, _STARTED = STATUSES.index("enqueued"), STATUSES.index("started")
 _COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
-_MOST_DEVICE_OPS = 1 << 16
+_MOST_DEVICE_OPS = (
+    1 << 16
+)  # noted and not taken, for example because the heartbeat's thread is stuck
 _TORCHS_OWN = dist.Work.__module__
 
 

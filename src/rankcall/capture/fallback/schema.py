@@ -1,4 +1,8 @@
-"""What the Python capture writes at the issue of an op: its arguments, its line, its group."""
+"""Read the arguments of a c10d op by its schema, for the Python capture.
+
+Corresponds to ``native/ops.h``: both have the same rules, because torch adds ops, and names their
+arguments alike.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rankcall.record import MAX_DIMS, OPS, REDUCE_OPS, TABLE, op_of_variant
-
-# Read the arguments of a c10d op by its schema. Corresponds to ``native/ops.h``.
-
 
 _SEND, _RECV = OPS.index("send"), OPS.index("recv")
 
@@ -26,7 +27,7 @@ class Op:
     returns_work: bool
     positions: dict[str, int]
     p2p: bool
-    message: str  # what message_bytes counts: one of ops.MESSAGES
+    message: str  # what message_bytes counts: one of record.MESSAGES
     peer: int | None
     outgoing: bool  # its peer is the destination
     reads: int | None = None
@@ -175,6 +176,7 @@ def shape_hash(op: Op, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) 
     if any(lists):
         for splits in lists:
             words += [-1, *splits]
+    # FNV-1a, as in ``native/ops.h``: ranks with different captures compare these numbers.
     state = 0xCBF29CE484222325
     for word in words:
         state = ((state ^ (word & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF

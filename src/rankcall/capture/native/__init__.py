@@ -315,7 +315,7 @@ class NativeCapture:
             self._native.group_span(self._recorder, number, *span_of(marks, group))
 
     def note_exit_status(self, path: Path, fields: str) -> None:
-        """Have the status in a file if this process ends with another one than 0."""
+        """Have the exit status appended to a file if it is not 0."""
         with contextlib.suppress(ValueError):  # a zero byte in the path
             self._native.note_exit_status(os.fsencode(path.parent), os.fsencode(path), fields)
 

@@ -204,6 +204,8 @@ class CallSites {
 
   Walk walk_from(Frame frame) {
     Walk walk;
+    // Python's own limit on recursion: without one, a program that raised that limit would pay for all
+    // its frames at each op.
     for (int depth = 0; frame && depth < 1000; frame = back(frame), depth++) {
       if (is_shim(frame)) continue;
       PyCodeObject* code = code_of(frame);
@@ -430,8 +432,10 @@ class CallSites {
 #endif
 
  private:
+  // A program that makes code without end must not make the tables grow without end.
   static constexpr size_t kMaxSites = 1 << 16;
-  static constexpr int kMostFrames = 400;  // between a framework's line and the user's
+  // Between a framework's line and the user's. Lightning has some 30; deeper is a recursion.
+  static constexpr int kMostFrames = 400;
 
   static const char* text(PyObject* unicode) {
     const char* utf8 = PyUnicode_AsUTF8(unicode);

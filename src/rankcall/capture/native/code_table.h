@@ -16,7 +16,8 @@
 
 namespace rankcall {
 
-// Spread keys whose low bits are alike, such as addresses, over the top `bits` bits.
+// Spread keys whose low bits are alike, such as addresses, over the top `bits` bits. The factor is 2^64
+// divided by the golden ratio (Fibonacci hashing).
 inline size_t spread(uint64_t key, int bits) { return static_cast<size_t>(key * 0x9E3779B97F4A7C15ull >> (64 - bits)); }
 
 // The lines of one code object, by instruction and public call: open addressing, never more than
@@ -147,6 +148,8 @@ class CodeTable {
   size_t size() const { return references_.size(); }
 
  private:
+  // The longest look-up, also in a table with many removed entries. A table is at most a quarter full, so
+  // a row of 32 is rare; the table then grows.
   static constexpr size_t kProbes = 32;
   static constexpr int kFirstBits = 10, kMostBits = 18;
 

@@ -76,6 +76,8 @@ class DeviceOps {
   }
 
  private:
+  // kMost: notes that nobody takes, because the heartbeat's thread is stuck, must not fill the memory.
+  // kPlaces: more than are in flight as a rule; 64 KiB.
   static constexpr size_t kMost = 1 << 16, kPlaces = 1 << 13;
 
   bool claim_locked(uint64_t index) noexcept {

@@ -118,7 +118,10 @@ class DeviceTimes {
     if (failures_.fetch_add(1) + 1 >= kMostFailures) on_ = false;
   }
 
+  // Pairs of events that are not reached yet. Each op that is issued looks at all streams, and a device
+  // that hangs must not make events without end.
   static constexpr size_t kMost = 1024;
+  // A device that refuses so often refuses for good, and each refusal throws, which takes long.
   static constexpr uint64_t kMostFailures = 16;
 
   Ring& ring_;

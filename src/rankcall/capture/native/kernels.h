@@ -29,6 +29,7 @@ class FirstOp {
   explicit FirstOp(bool first) : first_(first) {
     if (!first_) return;
     g_first_ops.fetch_add(1);
+    // A look takes some tens of microseconds. A reader that was stopped in it must not hold up the op.
     constexpr int64_t kMostNs = 2'000'000;
     for (const int64_t until = now_ns() + kMostNs; g_reading_status.load() && now_ns() < until;) sched_yield();
   }

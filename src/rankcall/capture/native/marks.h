@@ -100,7 +100,8 @@ class Marks {
       const auto known = settings_.names.find(variant);
       const std::string& name = is_object ? site.api : known != settings_.names.end() ? known->second : variant;
       mark_each(record, name, site, group, rank);
-      // The end of an op on a device is noticed up to two seconds late: such a range would be no time.
+      // The end of an op on a device is noticed up to two seconds late. A range that ends then would show
+      // a time that the op did not take.
       if (record.flags & layout::kFlagDevice) return;
       const uint64_t old = ranges_[index & mask_].exchange(functions_.begin(name.c_str()));
       if (old) functions_.end(old);  // of an op that the ring has lapped

@@ -26,6 +26,8 @@
 namespace rankcall {
 namespace {
 
+// Each op has a kernel of its own, an instance of a template, so the number is fixed when the recorder is
+// compiled. torch 2.15 has fewer than half as many ops. More of them would not be recorded.
 constexpr size_t kMaxOps = 64;
 
 // The ops in front of which a kernel stands; filled once, before the kernels are installed.
@@ -103,6 +105,7 @@ class Recorder {
     changed_.notify_all();
   }
 
+  // As in the fallback: a program whose sizes change at each step would fill the side tables.
   static constexpr size_t kMaxShapes = 1024, kMaxNumels = 1024;
   std::mutex shapes_mutex_;
   std::unordered_set<uint32_t> shapes_;

@@ -55,6 +55,7 @@ struct Geometry {
   uint64_t capacity, inflight_capacity, tables_bytes, inflight_offset, tables_offset, records_offset;
 };
 
+// Bit by bit: an entry of the side tables has some hundred bytes, and is written once.
 inline uint32_t crc32(const char* data, size_t size) {
   uint32_t crc = ~0u;
   for (size_t i = 0; i < size; i++) {
@@ -80,6 +81,8 @@ class Ring {
     Record& slot = record(index);
     const uint64_t writing = (index + 1) << 2 | layout::kWriting;
     uint64_t word = slot.commit.load(std::memory_order_relaxed);
+    // The other thread makes a few stores. If the kernel has taken the processor away from it in between,
+    // the record is dropped: the issuing thread waits for nobody.
     for (int spins = 0; spins < 1000; spins++) {
       switch (word & 3) {
         case layout::kWriting:
@@ -327,7 +330,7 @@ class Ring {
   uint64_t errors_bytes_ = 0;
   std::unordered_map<std::string, uint32_t> errors_;
 
-  static constexpr size_t kMostLate = 4096;
+  static constexpr size_t kMostLate = 4096;  // each needs a thread that was preempted in a few stores
   std::mutex late_mutex_;
   std::atomic<bool> has_late_{false};
   std::vector<std::pair<uint64_t, Outcome>> late_;
