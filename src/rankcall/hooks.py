@@ -269,7 +269,7 @@ class Hooks:
         self.__init__()  # type: ignore[misc]
         self._is_registered = True
 
-    # --- on the thread of hooks ---
+    # The rest runs on the thread of hooks.
 
     def wake_at(self) -> int:
         """Return ``AT_EVENTS`` if there are start hooks, else ``AT_ENDS``."""

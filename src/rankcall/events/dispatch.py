@@ -259,7 +259,7 @@ class Subscription:
             for source in every
         ]
 
-    # --- on its thread ---
+    # The subscriber's own thread calls these.
 
     def _run(self) -> None:
         failures = 0
@@ -348,7 +348,7 @@ class Subscription:
     def _wake(self) -> None:
         os.eventfd_write(self.wake_fd, 1)
 
-    # --- on other threads ---
+    # Other threads call these.
 
     def _await_turn(self, deadline: float) -> bool:
         """Wait for the end of a turn that began after this call."""

@@ -231,8 +231,6 @@ class Judge:
         names = {verdict.origin.id for verdict in kept}
         return [*kept, *(last for last in self._last_verdicts if last.origin.id not in names)]
 
-    # --- looking ---
-
     def _snapshot(self, headers: dict[int, Header]) -> Snapshot:
         attempt = max(header.attempt for header in headers.values())
         run = load(self._run_dir).only(
@@ -288,8 +286,6 @@ class Judge:
         soonest = float(np.min(left[left > 0], initial=np.inf))
         pause, self._pause = self._pause, min(2 * self._pause, _PAUSE_S[1])
         return time.monotonic() + min(soonest + 0.02, _VERDICT_PAUSE_S if known else pause)
-
-    # --- judging ---
 
     def _together(self, mine: Snapshot) -> tuple[Verdict, bool]:
         """Return the verdict of all nodes, and whether this rank prints it."""

@@ -77,7 +77,7 @@ class Placement:
         if self._choice is None and self._has_group:
             self._settle(self._alone())
 
-    # --- on the thread that creates a group ---
+    # The thread that creates a group calls these two: they must not wait for long.
 
     def _on_group(self, process_group: Any, group: Any) -> None:
         if group.description != "default_pg" and process_group is not self._c10d._world.default_pg:
@@ -119,7 +119,7 @@ class Placement:
             withdraw(self._mine)
         return choice
 
-    # --- on other threads ---
+    # Threads of our own call these two.
 
     def _ask_later(self) -> None:
         """Wait for rank 0's proposal, and then propose in its place: it may not be recorded."""
@@ -135,7 +135,7 @@ class Placement:
         if not self._over.wait(_UNNAMED_S) and not self._has_group:
             self._enter(self._alone())
 
-    # --- both ---
+    # Both kinds of threads call the rest.
 
     def _propose(self) -> Choice:
         """Return this rank's proposal, the same at every call: requests are repeated."""

@@ -91,7 +91,7 @@ class Watcher:
         if self.thread is not threading.current_thread():
             background.join(self.thread, 2.0)
 
-    # --- on its thread ---
+    # The rest runs on the watcher's thread.
 
     def _run(self) -> None:
         failures = 0
@@ -227,8 +227,6 @@ class Watcher:
         seldom = judge.signed_on and not quiet
         self._next_asked = now + (judge.polls_every_s if seldom else soon)
         return asked
-
-    # --- reactions ---
 
     @staticmethod
     def _verdict_count(headers: dict[int, Header]) -> int:

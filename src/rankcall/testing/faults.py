@@ -47,7 +47,7 @@ class FaultPlan:
     def __add__(self, other: FaultPlan) -> FaultPlan:
         return FaultPlan(self.faults + other.faults)
 
-    # --- the process ---
+    # Faults of the process.
 
     def stop(
         self, rank: int, at: str | None = None, seq: int = 1, *, group: str | None = None
@@ -127,7 +127,7 @@ class FaultPlan:
             )
         )
 
-    # --- what is issued ---
+    # Faults in what it issues.
 
     def skip(
         self,
@@ -183,7 +183,7 @@ class FaultPlan:
             )
         )
 
-    # --- its data ---
+    # Faults in its data.
 
     def exhaust(self, rank: int, after: int) -> FaultPlan:
         """End the rank's data after ``after`` batches of ``FaultPlan.batches``."""
@@ -201,7 +201,7 @@ class FaultPlan:
                 return
             yield batch
 
-    # --- applying it ---
+    # The plan at work.
 
     def arm(self, rank: int | None = None) -> Injection:
         """Plant this rank's faults in this process; ``stop()`` of the result removes them.

@@ -130,7 +130,7 @@ class Trace(Handle):
                 return Marks(functions, switches.gpu_serial, switches.vm_id, self._span)
         return None
 
-    # --- on its thread ---
+    # The rest runs on the trace's own thread.
 
     def wake_at(self) -> int:
         """Return ``NO_HURRY``."""

@@ -368,7 +368,7 @@ class CallSites {
     return json_of(walk.caller) + ", \"api\": " + json_text(api_of(walk));
   }
 
-  // --- which ops belong to one call of a function that issues several ---
+  // Which ops belong to one call of a function that issues several.
   // A frame's address is used again by the next call. A new frame has no frame object, so one is
   // made at the first op of a call: it marks the frame for as long as the call lasts.
   static bool continues(PyThreadState* thread, Frame frame) {
@@ -396,7 +396,7 @@ class CallSites {
   static void mark(PyThreadState*, Frame frame) { frame->f_trace_opcodes = 1; }
 #endif
 
-  // --- ops issued by autograd's device threads, which have no Python frames of their own ---
+  // Ops that autograd's threads for devices issue, which have no Python frames of their own.
   // Other threads' frames stand still while this one holds the GIL, but the interpreter links a
   // thread before it has set it up, and does so without the GIL. sys._current_frames() knows which
   // threads are whole. A step's first op pays some microseconds for it.

@@ -104,7 +104,7 @@ class CodeTable {
     return nullptr;
   }
 
-  // --- with the GIL, and with the garbage collector off ---
+  // The rest is called with the GIL, and with the garbage collector off.
 
   // Remember a code object. Null if that is not possible; it is then met as a new one each time.
   Code* add(PyCodeObject* object, uint8_t kind) {

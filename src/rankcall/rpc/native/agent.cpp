@@ -42,7 +42,7 @@ ZmqAgent::~ZmqAgent() {
   on_join_ = on_control_ = on_lost_ = on_close_ = py::object();
 }
 
-// --- peers and their connections
+// Peers and their connections.
 
 void ZmqAgent::add_peer(const std::shared_ptr<Peer>& peer) {
   const std::string& name = peer->info.name_;
@@ -183,7 +183,7 @@ void ZmqAgent::judge(const std::shared_ptr<Peer>& peer) {
   });
 }
 
-// --- ends of calls
+// The ends of calls.
 
 void ZmqAgent::fail(Call call, const std::string& why, rpc::RPCErrorType type) {
   call.future->setError(
@@ -208,7 +208,7 @@ void ZmqAgent::watch_deadlines() {
   }
 }
 
-// --- for torch
+// What torch calls.
 
 const rpc::WorkerInfo& ZmqAgent::getWorkerInfo(const std::string& name) const {
   auto peer = peers_.find_name(name);
@@ -279,7 +279,7 @@ std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
   return metrics;
 }
 
-// --- start and end
+// The start and the end of the agent.
 
 void ZmqAgent::startImpl() {
   started_agent() = weak_from_this();

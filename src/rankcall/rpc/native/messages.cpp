@@ -60,7 +60,7 @@ Bytes head_of(Header header, const std::vector<Slot>& slots, const TensorPack& p
 
 }  // namespace
 
-// --- sending
+// Sending.
 
 Future ZmqAgent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<Message> message,
                       const float timeout_s, const rpc::DeviceMap& device_map) {
@@ -241,7 +241,7 @@ void ZmqAgent::respond(const std::shared_ptr<Peer>& peer, uint64_t call, int64_t
   transmit(*peer, Kind::kResponse, call, *message, {});
 }
 
-// --- receiving
+// Receiving.
 
 bool ZmqAgent::receive() {
   std::vector<Bytes> frames;

@@ -87,7 +87,7 @@ class Prometheus:
         """Remove the metrics and stop listening."""
         self._endpoint.close()
 
-    # --- prometheus_client calls these on its server's threads ---
+    # prometheus_client calls these on the threads of its server.
 
     def describe(self) -> list[Any]:
         """Return no metric names in advance."""
