@@ -66,9 +66,8 @@ class ExitWatch:
         """Note the workers that ended since the last poll, and stop watching."""
         signal.set_wakeup_fd(self._wakeup_before)
         self._stopping.set()
-        self._thread.join(
-            timeout=5
-        )  # it may hang in a network file system; the notes are lost then
+        # It may hang in a network file system; the notes are lost then.
+        self._thread.join(timeout=5)
         self._signals.close()
 
     def _run(self) -> None:

@@ -74,6 +74,7 @@ def write_dumps(
             continue
         dump = dump_of(ring, clocks)
         path = folder / f"{_PREFIX}{header.rank}{'.json' if as_json else ''}"
+        # Protocol 2 is that of torch's own pickler, which writes the dumps that readers expect.
         raw = json.dumps(dump).encode() if as_json else pickle.dumps(dump, protocol=2)
         with new_file(path) as out:
             out.write(raw)

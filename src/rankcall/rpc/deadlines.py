@@ -47,8 +47,8 @@ def init_deadline(rpc_timeout: float) -> float:
 def seconds_left(deadline: float, least: float = 0.1) -> float:
     """Return the time to a deadline, but no less than ``least``.
 
-    What comes after a deadline still gets a moment. torch takes a timeout of 0
-    for none at all, and a store that is well answers within that moment.
+    What comes after a deadline still gets a moment. torch takes a timeout of 0 for none at all, and
+    a store that is well answers within that moment.
     """
     return max(least, deadline - time.monotonic())
 

@@ -3,8 +3,8 @@
 ``live_run`` reads the rings as ``rankcall top`` does and keeps the figures of the last minutes.
 ``view`` turns both into the page's sections, and gives all viewers the result of one look. ``app``
 answers the requests that the rules of ``access`` let through, and ``connections`` says who may stay
-connected. This module listens on a socket until it
-gets a signal. Nothing is read while the page has no viewer.
+connected. This module listens on a socket until it gets a signal. Nothing is read while the page
+has no viewer.
 """
 
 from __future__ import annotations

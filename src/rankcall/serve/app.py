@@ -100,8 +100,6 @@ class Page:
             Route("/api/report", self._checked(self._download("summary"))),
         ]
 
-    # --- checks ---
-
     def _checked(self, handler: Handler) -> Handler:
         async def answer(request: Request) -> Response:
             response = self._refusal(request)
@@ -157,8 +155,6 @@ class Page:
         )
         return response
 
-    # --- the page ---
-
     async def index(self, request: Request) -> Response:
         """Return the whole page."""
         update = await self.shared.newest()
@@ -178,8 +174,6 @@ class Page:
             known = dict(update.digests)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.closing.wait(), self.shared.pause)
-
-    # --- JSON ---
 
     async def diagnosis(self, request: Request) -> Response:
         """Return the object that ``rankcall diagnose --json`` prints."""
@@ -227,8 +221,6 @@ class Page:
             await asyncio.to_thread(self.shared.run.take_stacks)
             self._stacks_at = loop.time()
             self.shared.forget()
-
-    # --- files ---
 
     def _download(self, name: str) -> Handler:
         kind, attempt = KINDS[name], self.shared.run.attempt

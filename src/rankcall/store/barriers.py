@@ -56,7 +56,8 @@ def barrier(
     Raises:
         BarrierTimeout: Not all ranks came in time.
         WorldMismatchError: Other ranks wait in a world of another size, or another process is this
-        rank. StoreLostError: The store's host is gone, or does not answer.
+            rank.
+        StoreLostError: The store's host is gone, or does not answer.
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """

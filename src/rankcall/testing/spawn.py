@@ -274,10 +274,12 @@ def _base(port: int) -> dict[str, str | None]:
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # The store is the parent's: else rank 0 would host one itself, at a port that is taken.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        # Else Gloo takes the interface that the host's name leads to, which may lead nowhere.
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # as torchrun sets it: many ranks share the cores
         **{key: value for key, value in os.environ.items() if key.startswith("RANKCALL_")},
     }
 

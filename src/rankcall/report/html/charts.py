@@ -1,4 +1,9 @@
-"""The charts of the page: places, ticks, bands and pictures, in the units of the SVG."""
+"""The charts of the page: places, ticks, bands and pictures, in the units of the SVG.
+
+A picture has one pixel for each cell and one hue. The value is the opacity, so that one picture
+serves light and dark pages; an absent value is grey. Source of the format:
+https://www.w3.org/TR/png/
+"""
 
 from __future__ import annotations
 

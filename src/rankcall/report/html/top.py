@@ -1,9 +1,4 @@
-"""What the template of the page draws: the texts at its top, and the charts; no markup.
-
-A picture has one pixel for each cell and one hue. The value is the opacity, so that one picture
-serves light and dark pages; an absent value is grey. Source of the format:
-https://www.w3.org/TR/png/
-"""
+"""The texts at the top of the page: the verdict, and the items to look at; no markup."""
 
 from __future__ import annotations
 
@@ -20,9 +15,6 @@ from rankcall.ranks import with_noun
 from rankcall.report.formatting import gap_text, line_names, percent, plural, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, below_peers
-
-# The texts at the top of the page: the verdict, and the items to look at.
-
 
 _MOST_OPS = 3
 _WORTH_A_LINE = 0.1  # of the cost of one rank's late arrivals

@@ -117,8 +117,6 @@ class OpenTelemetry:
         for provider, argument in zip(self._own, ("timeout_millis", None), strict=False):
             provider.shutdown(**({argument: _SHUTDOWN_MS} if argument else {}))
 
-    # --- metrics ---
-
     def _made(self, meter: Any) -> tuple[Any, Any, Any]:
         meter.create_observable_gauge(
             "rankcall.collective.in_flight.age", [self._ages], "s", "Age of the oldest op in flight"
@@ -163,8 +161,6 @@ class OpenTelemetry:
             labels = {"op": key.op, "group": key.group, **self._common}
             yield self._metrics.Observation((now - issued) / 1e9, labels)
 
-    # --- spans ---
-
     def _keep_for_spans(self, descriptions: Descriptions) -> None:
         columns = descriptions.columns
         if len(descriptions):
@@ -198,8 +194,6 @@ class OpenTelemetry:
             )
             span.end(end_time=end)
         parent.end(end_time=max(end for _, end in times))
-
-    # --- the sink's own providers ---
 
     def _own_providers(self, origin: Origin) -> list[Any]:
         sdk_metrics = optional_module("opentelemetry.sdk.metrics", "otel")
