@@ -22,7 +22,7 @@ from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.report import summary_text, top
 from rankcall.report.html import render
-from rankcall.report.html.top import items, verdict_of_finding
+from rankcall.report.html.first_screen import items, verdict_of_finding
 from rankcall.run.load import Run, load
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run

@@ -8,8 +8,8 @@ from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.printable import clean
 from rankcall.report.formatting import digits, percent, plural
 from rankcall.report.going import healthy
+from rankcall.report.html.first_screen import FirstScreen, verdict_of_finding
 from rankcall.report.html.stacks import clock
-from rankcall.report.html.top import FirstScreen, verdict_of_finding
 from rankcall.report.standing import world
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, Look
 

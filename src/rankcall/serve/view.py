@@ -10,8 +10,8 @@ from typing import Any
 from rankcall.printable import clean
 from rankcall.report import top
 from rankcall.report.html import asset, digest, environment
+from rankcall.report.html.first_screen import item_of_finding
 from rankcall.report.html.stacks import clock, stack_rows
-from rankcall.report.html.top import item_of_finding
 from rankcall.serve.figures_section import charts
 from rankcall.serve.history import History
 from rankcall.serve.live_run import LIVE, Look

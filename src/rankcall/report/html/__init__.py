@@ -28,8 +28,8 @@ from rankcall.ranks import with_noun
 from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts
 from rankcall.report.html.curves import curves
+from rankcall.report.html.first_screen import items, verdict
 from rankcall.report.html.stacks import clock, stack_rows
-from rankcall.report.html.top import items, verdict
 from rankcall.report.time_sources import times_of_ops
 
 __all__ = ["render"]

@@ -1,4 +1,4 @@
-"""The texts at the top of the page: the verdict, and the items to look at; no markup."""
+"""The first screen of the page in words: the verdict, and the items to look at; no markup."""
 
 from __future__ import annotations
 
