@@ -165,11 +165,6 @@ class Lease:
         if entry:
             yield CompareSet(self._key, entry, b"")
 
-    @property
-    def other_holder(self) -> str:
-        """The holder that this process saw last; empty if it saw none."""
-        return self._seen[0].partition(b" ")[2].decode("utf-8", "replace") if self._seen else ""
-
 
 class HostNames:
     """The names of the ranks' hosts, below a prefix."""
