@@ -94,10 +94,14 @@ def _programs(options: argparse.Namespace) -> dict[str, Any]:
 
 def _kept(path: Path | None) -> dict[str, dict[str, Any]]:
     """Return the rows that an earlier run has kept, by their names."""
-    if path is None or not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {row["name"]: row for row in rows}
+    rows = {}
+    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the run was stopped while it wrote
+            continue
+        rows[row["name"]] = row
+    return rows
 
 
 def _row(case: Any, timeout_s: float, run: Any, *, torch_detail: bool) -> dict[str, Any]:
