@@ -23,6 +23,8 @@ _FUNCTIONS = {
     "torch.distributed.distributed_c10d": "init_process_group",
     "torch.distributed.rpc": "init_rpc",
 }
+# torchrun starts its agent by this function. A process of torchrun's is no rank.
+_LAUNCHER = "torch.distributed.launcher.api", "launch_agent"
 _attached = [0]  # the process that was attached; a forked child is another one
 
 
@@ -33,6 +35,8 @@ def install():
     try:
         _share_stderr()
         if is_wanted() and not any(type(finder) is _Finder for finder in sys.meta_path):
+            if is_to_carry_on():
+                _FUNCTIONS.update([_LAUNCHER])
             for name in list(_FUNCTIONS):
                 if name in sys.modules:
                     _wrap(sys.modules[name], _FUNCTIONS.pop(name))
@@ -60,6 +64,12 @@ def _share_stderr():
 def is_wanted():
     """Return whether the environment asks for recording."""
     return os.environ.get("RANKCALL", "0") not in ("", "0")
+
+
+def is_to_carry_on():
+    """Return whether the job is to be restarted after a hang, and this process is no worker."""
+    environ = os.environ
+    return environ.get("RANKCALL_ON_HANG") == "recover" and "TORCHELASTIC_RUN_ID" not in environ
 
 
 def _say(error):
@@ -112,7 +122,10 @@ def _wrap(module, name):
     @functools.wraps(original)
     def wrapper(*args, **kwargs):
         try:
-            attach(original, args, kwargs)
+            if name == _LAUNCHER[1]:
+                supervise()
+            else:
+                attach(original, args, kwargs)
         except Exception as error:
             _say(error)
         try:
@@ -123,6 +136,14 @@ def _wrap(module, name):
             raise
 
     setattr(module, name, wrapper)
+
+
+def supervise():
+    """Have the agent that torchrun starts now decide about restarts."""
+    if sys.version_info >= (3, 10):  # noqa: UP036
+        from rankcall.recovery.agent import install as install_agent
+
+        install_agent()
 
 
 def attach(function, args, kwargs):

@@ -18,6 +18,7 @@ _HOME = {
     "enable": "rankcall.job.attach",
     "expect": "rankcall.capture.phases",
     "load": "rankcall.run.load",
+    "previous_attempt": "rankcall.recovery.previous",
     "within": "rankcall.job.call_deadline",
 }
 _MODULES = ("errors", "hooks", "join", "rpc", "store", "trace", "watch")
@@ -33,6 +34,7 @@ __all__ = [
     "hooks",
     "join",
     "load",
+    "previous_attempt",
     "rpc",
     "store",
     "trace",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from rankcall.errors import RankcallError
     from rankcall.job.attach import enable
     from rankcall.job.call_deadline import within
+    from rankcall.recovery.previous import previous_attempt
     from rankcall.run.load import Run, load
 
 

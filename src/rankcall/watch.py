@@ -35,7 +35,8 @@ def start(
     """Watch this rank for hangs, on a daemon thread. Call it on every rank, as ``enable``.
 
     A second call replaces the watcher. If recording is off, this function switches it on. The
-    watcher never raises in training or waits for it, and ends it only with ``"abort"``.
+    watcher never raises in training or waits for it, and ends it only with ``"abort"`` and
+    ``"recover"``.
 
     Args:
         hang_after: How long a call must be in flight before it counts as hung, in seconds or as a
@@ -43,8 +44,9 @@ def start(
             times as long, and later at least ten times the median step.
         on_hang: What to do (default: ``RANKCALL_ON_HANG``, or ``"report"``). ``"report"`` prints
             the verdict once, on one rank, and watches on. ``"abort"`` also ends every rank that can
-            still be ended, with exit status 124. A function is called with the findings, on each
-            rank, on the watcher's thread.
+            still be ended, with exit status 124. ``"recover"`` ends the rank that holds the others
+            up, so that the launcher restarts all of them. A function is called with the findings,
+            on each rank, on the watcher's thread.
         run_dir: Where to record, if recording is off.
 
     Returns:
@@ -110,8 +112,8 @@ def _on_hang(given: OnHang | None) -> OnHang:
         if not callable(how):
             raise TypeError(f"on_hang must be a word or a function; got {type(how).__name__}")
         return how
-    if how not in ("report", "abort"):
-        raise ValueError(f"on_hang must be report, abort or a function; got {how!r}")
+    if how not in ("report", "abort", "recover"):
+        raise ValueError(f"on_hang must be report, abort, recover or a function; got {how!r}")
     return how
 
 

@@ -38,7 +38,7 @@ LEVELS = (
     ("store",),  # a roll call says what each rank is doing
     ("report", "export"),
     ("job",),  # the ranks choose their run, send their records and agree on a verdict
-    ("hooks", "trace", "watch", "join", "rpc"),
+    ("hooks", "trace", "watch", "join", "rpc", "recovery"),  # the last: why an attempt ended
     ("serve",),
     ("testing", "cli", "integrations"),
     ("__main__",),

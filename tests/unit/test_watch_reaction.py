@@ -27,6 +27,8 @@ def verdict(kind: str, confidence: str) -> Verdict:
         ("no_progress", "certain", "abort", 1),
         ("no_progress", "likely", "abort", 0),
         ("no_progress", "likely", "report", 1),
+        ("missing", "likely", "recover", 1),
+        ("no_progress", "likely", "recover", 0),
     ],
 )
 def test_only_verdicts_to_act_on_are_counted(
@@ -54,7 +56,7 @@ def test_only_verdicts_to_act_on_are_counted(
 
 
 @pytest.mark.parametrize("is_verified", [True, False])
-@pytest.mark.parametrize("on_hang", ["abort", "report"])
+@pytest.mark.parametrize("on_hang", ["abort", "recover", "report"])
 def test_a_verdict_that_this_node_does_not_confirm(
     on_hang: str,
     is_verified: bool,
@@ -62,7 +64,7 @@ def test_a_verdict_that_this_node_does_not_confirm(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With abort, a verdict counts once a call of this node is overdue, or not at all.
+    """With abort and recover, a verdict counts once a call of this node is overdue, or not at all.
 
     If the node is only silent, it counts if it is verified. A verdict that is never confirmed
     lapses with a line that says so, and does not count for what happens later.
@@ -78,7 +80,7 @@ def test_a_verdict_that_this_node_does_not_confirm(
         def counted(now: float, overdue_ns: int, first_ns: int) -> int:
             monkeypatch.setattr(time, "monotonic", lambda: now)
             watcher._verdicts, watcher._react_until = 0, 10.0
-            watcher._react(judge, overdue_ns, first_ns)
+            watcher._react(judge, {}, overdue_ns, first_ns)
             return watcher._verdicts
 
         acts = on_hang == "report"

@@ -22,7 +22,7 @@ from rankcall._prebuilt import FOLDER
 from rankcall.cli import stderr
 from rankcall.cli.common import open_run, say
 from rankcall.cli.environment import environment, hooking
-from rankcall.cli.job_options import JobOptions, prepare, takes_job_options
+from rankcall.cli.job_options import JobOptions, Reaction, prepare, takes_job_options
 from rankcall.cli.outcome import explain_failure, note_own_exit
 from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import Outcome
@@ -55,7 +55,8 @@ def _command(args: list[str], options: JobOptions) -> None:
     if not _has_recorder():
         with contextlib.suppress(RankcallError):  # without torch here, the ranks say what is wrong
             recorder = prepare(recorder)
-    run_dir = _served_run_dir(args, options) if options.serve else options.run_dir
+    needs_run = bool(options.serve) or options.on_hang is Reaction.recover
+    run_dir = _planned_run_dir(args, options) if needs_run else options.run_dir
     with (
         tempfile.NamedTemporaryFile(prefix="rankcall-exec-") as places,
         tempfile.TemporaryDirectory(prefix="rankcall-exec-", ignore_cleanup_errors=True) as words,
@@ -91,11 +92,12 @@ command = takes_job_options(
 )
 
 
-def _served_run_dir(args: list[str], options: JobOptions) -> Path:
-    """Make the run directory that a live page shows, and return its path.
+def _planned_run_dir(args: list[str], options: JobOptions) -> Path:
+    """Make the run directory before there is a rank, and return its path.
 
-    Without a page, the ranks choose the run, because only they know who is rank 0 and where it
-    works. A page begins before there is a rank, so the run is chosen here.
+    Otherwise the ranks choose the run, because only they know who is rank 0 and where it works. A
+    live page begins before there is a rank, and torchrun's agent, which decides about restarts,
+    is none.
     """
     asked = options.run_dir or os.environ.get("RANKCALL_RUN_DIR")
     if not asked:

@@ -22,6 +22,8 @@ from rankcall.errors import CaptureUnavailableError
 from rankcall.job.evidence import COLLECT_TO
 from rankcall.job.sealing import job_secret
 from rankcall.job.uploads import check_url
+from rankcall.recovery.policy import MAX_RECOVERIES, WINDOW_S
+from rankcall.recovery.supervisor import MAX_VARIABLE, WINDOW_VARIABLE
 
 
 class Reaction(str, Enum):
@@ -29,6 +31,7 @@ class Reaction(str, Enum):
 
     report = "report"
     abort = "abort"
+    recover = "recover"
 
 
 class TraceMode(str, Enum):
@@ -77,9 +80,29 @@ class JobOptions:
     on_hang: Annotated[
         Reaction,
         typer.Option(
-            envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
+            envvar="RANKCALL_ON_HANG",
+            help="After a verdict: go on watching, end the job, or have torchrun restart its "
+            "workers.",
         ),
     ] = Reaction.report
+    max_recoveries: Annotated[
+        int,
+        typer.Option(
+            envvar=MAX_VARIABLE,
+            metavar="N",
+            min=0,
+            help="With --on-hang recover: restart at most so often within the window.",
+        ),
+    ] = MAX_RECOVERIES
+    recovery_window: Annotated[
+        float,
+        typer.Option(
+            envvar=WINDOW_VARIABLE,
+            metavar="SECONDS",
+            min=0.0,
+            help="The window for --max-recoveries.",
+        ),
+    ] = WINDOW_S
     collect_to: Annotated[
         str,
         typer.Option(
@@ -132,6 +155,9 @@ class JobOptions:
             watch.HANG_AFTER: f"{self.hang_after:g}",
             watch.ON_HANG: self.on_hang.value,
         }
+        if self.on_hang is Reaction.recover:
+            variables[MAX_VARIABLE] = str(self.max_recoveries)
+            variables[WINDOW_VARIABLE] = f"{self.recovery_window:g}"
         if self.collect_to:
             variables[COLLECT_TO] = self.collect_to
         if self.trace is not None:

@@ -22,7 +22,7 @@ from rankcall.cli import stderr
 from rankcall.cli.common import say
 from rankcall.cli.environment import environment
 from rankcall.cli.exits import noting_exits
-from rankcall.cli.job_options import JobOptions, prepare, takes_job_options
+from rankcall.cli.job_options import JobOptions, Reaction, prepare, takes_job_options
 from rankcall.cli.outcome import explain_failure, note_failures, verdict_ids
 from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import (
@@ -52,6 +52,8 @@ __all__ = ["CONTEXT_SETTINGS", "command"]
 
 # rankcall's options come first. torchrun gets all unknown options, and everything after the first
 # word that is not an option.
+# torchrun's own limit, if the user gives none. The policy of recoveries ends the job long before.
+MAX_RESTARTS = 1000
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -82,7 +84,8 @@ def _command(args: list[str], options: JobOptions) -> None:
         with page_of(chosen_dir, options.serve, options.hang_after), environment(variables):
             try:
                 with noting_exits(chosen_dir, host_name()):
-                    outcome = torchrun([*stderr.options_for(job.argv), *job.argv])
+                    ours = [*stderr.options_for(job.argv), *_restarts(options)]
+                    outcome = torchrun([*ours, *job.argv])
             finally:
                 with _undisturbed():
                     stderr.finish()
@@ -99,6 +102,11 @@ command = takes_job_options(
         typer.Argument(metavar="SCRIPT", help="torchrun's options, the script and its arguments."),
     ],
 )
+
+
+def _restarts(options: JobOptions) -> list[str]:
+    """Return the option that lets torchrun restart workers; one of the user's own comes later."""
+    return [f"--max-restarts={MAX_RESTARTS}"] if options.on_hang is Reaction.recover else []
 
 
 def _run_dir(asked: Path | None, job: TorchrunJob, hang_after: float) -> Path:

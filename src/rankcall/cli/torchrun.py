@@ -13,6 +13,9 @@ import typer
 from rankcall.cli.common import say
 from rankcall.cli.environment import hooking
 from rankcall.cli.job_options import OPTIONS
+from rankcall.recovery.agent import install
+from rankcall.recovery.policy import EXIT_STATUS
+from rankcall.recovery.supervisor import JobStopped
 
 USAGE_ERROR = 2  # the exit status that argparse and click use
 TERMINATED = -15  # torchrun ends the remaining workers with SIGTERM, and some with SIGKILL
@@ -112,12 +115,15 @@ def torchrun(argv: Sequence[str]) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    install()
     try:
         main(list(argv))
         return Outcome(0)
     except ChildFailedError as failed:
         codes = {(rank, failure.pid): failure.exitcode for rank, failure in failed.failures.items()}
         return Outcome(1, codes, str(failed))
+    except JobStopped as stopped:
+        return Outcome(EXIT_STATUS, stopped.codes)
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
     except KeyboardInterrupt:

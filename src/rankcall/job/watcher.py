@@ -19,6 +19,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
+from rankcall.job.ending import end_worker, workers_to_end
 from rankcall.job.endless import CallNumbers, EndlessCalls
 from rankcall.job.judge import Judge
 from rankcall.job.node import Node
@@ -32,6 +33,11 @@ from rankcall.run.own_stacks import register_stack_dump, unregister_stack_dump
 logger = logging.getLogger("rankcall.watch")
 
 ABORT_STATUS = 124  # the same as that of timeout(1)
+ENDS = ("abort", "recover")  # what ``on_hang`` says if a verdict ends ranks
+# With ``recover``, torchrun ends the other ranks as soon as it sees that one has ended. A rank that
+# still runs so many seconds later ends itself: its handler of SIGTERM may wait for the call that
+# hangs, and torchrun then waits for 30 s.
+GRACE_S = 5.0
 _TICK_S = 0.25  # a hang is noticed so much later than its threshold, at most
 # A watcher that fails may do so because of one moment, for example a file that was moved just then.
 # One that fails again and again must not fill the log of the job.
@@ -61,6 +67,7 @@ class Watcher:
         self._next_asked = 0.0
         self._verdicts = 0  # that this rank gave
         self._react_until = float("-inf")  # a new verdict waits for so long to be confirmed
+        self._end_at = float("inf")  # when this rank ends itself, if nothing ended it before
         # How many verdicts of the node's ranks this rank has reacted to, or were older than it.
         self._seen = 0
         put(recording.ring, "hang_after_ms", max(1, round(hang_after * 1e3)))
@@ -111,6 +118,8 @@ class Watcher:
             return
         headers, rank = self._node.headers(), self._recording.rank()
         self._notice(headers, judge)
+        if time.monotonic() >= self._end_at:
+            self._end_itself()
         if rank not in headers or not self._node.leads(headers, rank):
             return
         now = time.monotonic()
@@ -123,7 +132,7 @@ class Watcher:
         asked = self._is_asked(headers, now, judge)
         due = first_ns != 0 and now >= judge.next_look
         # A verdict that needed no patience ends no rank: a call is given the usual time for that.
-        again = self._is_early and self._on_hang == "abort"
+        again = self._is_early and self._on_hang in ENDS
         if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked, again):
             judge.keep_evidence(self._recording.identity.attempt)
             # The ranks of this node may have come to the call later than those of other nodes.
@@ -131,10 +140,10 @@ class Watcher:
         elif self._endless.is_due(headers, now) and self._endless.look(judge, headers):
             judge.keep_evidence(self._recording.identity.attempt)
             self._is_early = True
-            if self._on_hang != "abort":
+            if self._on_hang not in ENDS:
                 self._call_for_reaction(judge)
         if self._react_until > 0:
-            self._react(judge, overdue_ns, first_ns)
+            self._react(judge, headers, overdue_ns, first_ns)
         judge.views.turn(headers, time.monotonic())
 
     def _make_judge(self) -> Judge | None:
@@ -146,7 +155,9 @@ class Watcher:
         self._seen = self._verdict_count(self._node.headers())
         return self._judge
 
-    def _react(self, judge: Judge, overdue_ns: int, first_ns: int) -> None:
+    def _react(
+        self, judge: Judge, headers: dict[int, Header], overdue_ns: int, first_ns: int
+    ) -> None:
         """Call for a reaction to a new verdict, once this node's own rings confirm it.
 
         A verdict that other nodes take part in comes from the store, and any process that reaches
@@ -155,28 +166,45 @@ class Watcher:
 
         Args:
             judge: The judge that has given the verdict.
+            headers: The ring headers of this node's ranks.
             overdue_ns: When the oldest overdue call of this node was issued; 0: none is overdue.
             first_ns: The same, or since when no rank of this node has issued a call; 0: some have.
         """
         is_confirmed = overdue_ns != 0 or (first_ns != 0 and judge.is_verified)
-        if is_confirmed or self._on_hang != "abort":
+        if is_confirmed or self._on_hang not in ENDS:
             self._react_until = float("-inf")
-            self._call_for_reaction(judge)
+            if self._call_for_reaction(judge) and self._on_hang == "recover":
+                self._recover(judge, headers)
         elif time.monotonic() >= self._react_until:
             self._react_until = float("-inf")
             if _may_abort(judge.verdicts()):
-                print(_why_not(judge), file=sys.stderr, flush=True)
+                print(self._why_not(judge), file=sys.stderr, flush=True)
 
-    def _call_for_reaction(self, judge: Judge) -> None:
-        """Count a verdict, so that the node's ranks react to it.
+    def _call_for_reaction(self, judge: Judge) -> bool:
+        """Count a verdict, so that the node's ranks react to it; return whether it was counted.
 
         A verdict that no rank may be ended for is not counted: a rank that cannot read the verdicts
         ends if it is called.
         """
-        if self._on_hang == "abort" and not _may_abort(judge.verdicts()):
-            return
+        if self._on_hang in ENDS and not _may_abort(judge.verdicts()):
+            return False
         self._verdicts += 1
         put(self._recording.ring, "verdicts", self._verdicts)
+        return True
+
+    def _recover(self, judge: Judge, headers: dict[int, Header]) -> None:
+        """End the workers of this node that the verdict says are to end, this one last.
+
+        The evidence of the verdict has been kept. torchrun's agents restart all workers of the job
+        as soon as one has ended.
+        """
+        verdicts = judge.verdicts()
+        chosen = workers_to_end(verdicts[-1] if verdicts else None, headers)
+        run_dir, rank = self._recording.run_dir, self._recording.rank()
+        for header in (header for header in chosen if header.rank != rank):
+            end_worker(header, run_dir)
+        if any(header.rank == rank for header in chosen):
+            self._end_itself()
 
     def _note_calls(self) -> None:
         """Write into the ring which call has been in flight for longest, and whether for too long.
@@ -238,15 +266,37 @@ class Watcher:
         if count <= self._seen:
             return
         self._seen = count
-        if self._on_hang == "abort" and _may_abort(judge.verdicts()):
-            put(self._recording.ring, "aborted_ns", time.monotonic_ns())
-            _abort(self._recording.rank())
+        if self._on_hang in ENDS and _may_abort(judge.verdicts()):
+            if self._on_hang == "abort":
+                self._end_itself()
+            self._end_at = time.monotonic() + GRACE_S
         verdicts = judge.verdicts()
         if verdicts and callable(self._on_hang):
             try:
                 self._on_hang(verdicts[-1].findings)
             except Exception:
                 logger.exception("on_hang failed; the watcher goes on")
+
+    def _why_not(self, judge: Judge) -> str:
+        """Return why the newest verdict ends no rank of this node."""
+        text = (
+            "rankcall: the ranks of this node are not ended "
+            f"(on_hang={self._on_hang}): none is overdue in a call"
+        )
+        if judge.is_verified:
+            return text
+        return f"{text}, and the verdict of the nodes is not verified ({ADVICE})"
+
+    def _end_itself(self) -> None:
+        """End this process from this thread, because its main thread may never run again."""
+        put(self._recording.ring, "aborted_ns", time.monotonic_ns())
+        print(
+            f"rankcall: rank {self._recording.rank()} ends because the job hangs "
+            f"(on_hang={self._on_hang})",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(ABORT_STATUS)
 
 
 def _may_abort(verdicts: list[Verdict]) -> bool:
@@ -260,26 +310,6 @@ def _may_abort(verdicts: list[Verdict]) -> bool:
     return not all(
         finding.kind == "no_progress" and finding.confidence != "certain" for finding in findings
     )
-
-
-def _why_not(judge: Judge) -> str:
-    """Return why the newest verdict ends no rank of this node."""
-    text = (
-        "rankcall: the ranks of this node are not ended (on_hang=abort): none is overdue in a call"
-    )
-    if judge.is_verified:
-        return text
-    return f"{text}, and the verdict of the nodes is not verified ({ADVICE})"
-
-
-def _abort(rank: int) -> None:
-    """End this process from this thread, because its main thread may never run again."""
-    print(
-        f"rankcall: rank {rank} ends because the job hangs (on_hang=abort)",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(ABORT_STATUS)
 
 
 _current: Watcher | None = None

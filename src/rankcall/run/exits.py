@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class Exit:
 
     ``code`` is the exit status, or the negative number of a signal. It is ``None`` if the worker's
     status could not be read. ``by_launcher`` says that the launcher ended the worker,
-    because another one had failed or because the launcher got a signal to stop.
+    because another one had failed or because the launcher got a signal to stop, or that rankcall
+    ended it, because the job hung.
     """
 
     rank: int
@@ -69,14 +70,19 @@ def exits_name(host: str) -> str:
 def read_exits(run_dir: Path) -> list[Exit]:
     """Return the exits that were noted, one for each process; damaged lines are left out.
 
-    If a process was noted twice, a known code replaces an unknown one.
+    If a process was noted twice, a known code replaces an unknown one. A note that it was ended on
+    purpose stays: the process that ends it notes that, and the launcher then notes a mere signal.
     """
     exits: dict[tuple[int, int, str, int], Exit] = {}
     for path in files_in(run_dir / EXITS, ".jsonl"):
         for ended in _exits_in(path):
             key = ended.rank, ended.attempt, ended.host, ended.pid
-            if key not in exits or ended.code is not None:
-                exits[key] = ended
+            known = exits.get(key)
+            if known is None or ended.code is not None:
+                on_purpose = ended.by_launcher or (known is not None and known.by_launcher)
+                exits[key] = replace(ended, by_launcher=on_purpose)
+            elif ended.by_launcher:
+                exits[key] = replace(known, by_launcher=True)
     return list(exits.values())
 
 

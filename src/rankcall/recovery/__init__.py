@@ -1,0 +1,10 @@
+"""The job carries on: what happens between a failed attempt of a job and the next one.
+
+::
+
+    policy        one table: restart, after which pause, or stop
+    failures      what ended an attempt, as a signature
+    supervisor    notes how attempts end, and asks the policy
+    agent         torchrun's agent, which asks the supervisor
+    previous      what the program of the next attempt can ask
+"""

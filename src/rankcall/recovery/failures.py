@@ -1,0 +1,165 @@
+"""What ended an attempt: from the run's verdicts, records and exit statuses to one failure."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import kept_in
+from rankcall.analysis.verdicts.verdict import Kept
+from rankcall.errors import RankcallError
+from rankcall.problems import Problem
+from rankcall.recovery.policy import family_of
+from rankcall.ring.layout import Header, read_header
+from rankcall.run.exits import read_exits
+from rankcall.run.load import load
+from rankcall.run.paths import ring_paths
+from rankcall.run.recoveries import Signature
+
+# What differs between two failures of one kind: addresses, ports, sizes, times, file descriptors.
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_MOST_LINE = 200  # characters
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt as its agent knows it.
+
+    Attributes:
+        pids: The workers of this node, by rank.
+        world_size: The number of ranks of the job.
+        known_verdicts: The ids of the verdicts that the run had before.
+        codes: How workers ended that ended first, by rank: exit statuses, or negative signals.
+        noticed_ns: When the agent saw that, in ns since the epoch.
+    """
+
+    pids: Mapping[int, int] = field(default_factory=dict)
+    world_size: int = 0
+    known_verdicts: Collection[str] = ()
+    codes: Mapping[int, int] = field(default_factory=dict)
+    noticed_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What ended an attempt. Times are in ns since the epoch; 0: not known."""
+
+    signature: Signature
+    family: str
+    culprits: tuple[int, ...]
+    summary: str
+    steps: int  # that the attempt took
+    fault_ns: int
+    verdict_ns: int
+    ended_ns: int
+    verdict: str
+
+
+def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
+    """Return what ended an attempt whose workers are gone.
+
+    The watchers' verdict counts first: what follows it are consequences. Without one, the records
+    and the exit statuses tell. A worker that ended before it recorded leaves its status alone.
+    """
+    headers = _headers(run_dir, attempt.pids)
+    steps = max((header.step for header in headers.values()), default=0)
+    ended_ns = _first_end_ns(run_dir, attempt)
+    kept = _new_verdict(run_dir, attempt)
+    if kept is not None:
+        finding, made_ns = kept.verdict.findings[0], kept.verdict.origin.epoch_ns
+        fault_ns = made_ns - int(finding.since_s * 1e9)
+        times = fault_ns, made_ns, ended_ns
+        return _cause(finding, attempt, headers, steps, times, kept.folder.name)
+    fault_ns = ended_ns or attempt.noticed_ns
+    finding = _finding(run_dir) if headers else None
+    if finding is None:
+        finding = _by_status(attempt)
+    return _cause(finding, attempt, headers, steps, (fault_ns, 0, ended_ns), "")
+
+
+def _headers(run_dir: Path, pids: Mapping[int, int]) -> dict[int, Header]:
+    """Return the headers of the rings of these workers, by rank."""
+    problems: list[Problem] = []
+    headers = map(read_header, ring_paths(run_dir, problems))
+    workers = set(pids.values())
+    return {header.rank: header for header in headers if header and header.pid in workers}
+
+
+def _new_verdict(run_dir: Path, attempt: Attempt) -> Kept | None:
+    """Return the newest verdict about a hang of this attempt that did not pass; None without."""
+    new = [
+        kept
+        for kept in kept_in(run_dir)
+        if kept.verdict.origin.id not in attempt.known_verdicts
+        and kept.over_s is None
+        and kept.verdict.stops
+    ]
+    return new[-1] if new else None
+
+
+def _first_end_ns(run_dir: Path, attempt: Attempt) -> int:
+    """Return when the first of this node's workers ended badly; 0 if no note says so."""
+    pids = set(attempt.pids.values())
+    ends = [
+        ended.epoch_ns
+        for ended in read_exits(run_dir)
+        if ended.pid in pids and ended.code not in (None, 0)
+    ]
+    return min(ends, default=0)
+
+
+def _finding(run_dir: Path) -> Finding | None:
+    with contextlib.suppress(RankcallError, OSError):
+        causes = [finding for finding in diagnose(load(run_dir)).findings if finding.stops]
+        return causes[0] if causes else None
+    return None
+
+
+def _by_status(attempt: Attempt) -> Finding:
+    """Return a finding for workers that left no records: their exit statuses are all we know."""
+    ranks = tuple(sorted(attempt.codes))
+    codes = sorted(set(attempt.codes.values()))
+    how = " and ".join(
+        f"signal {-code}" if code < 0 else f"exit status {code}" for code in codes[:3]
+    )
+    workers = "A worker" if len(ranks) == 1 else f"{len(ranks)} workers"
+    text = f"{workers} of this node ended with {how or 'an unknown status'}, without records."
+    return Finding("dead", ranks, summary=text, call_site=how)
+
+
+def _cause(
+    finding: Finding,
+    attempt: Attempt,
+    headers: Mapping[int, Header],
+    steps: int,
+    times: tuple[int, int, int],
+    verdict: str,
+) -> Cause:
+    culprits = finding.ranks
+    errors = [headers[rank].failure for rank in culprits if rank in headers]
+    error = next((text for text in errors if text), "")
+    code = next((attempt.codes[rank] for rank in culprits if rank in attempt.codes), None)
+    line = finding.culprit_line or finding.call_site
+    if finding.kind == "dead":
+        line = " ".join(part for part in (_NUMBERS.sub("N", error), line) if part)
+    signature = Signature(
+        finding.kind, finding.op, line[:_MOST_LINE], _role(culprits, attempt.world_size)
+    )
+    family = family_of(finding.kind, None if verdict else code, error)
+    return Cause(
+        signature, family, tuple(culprits), finding.summary, steps, *times, verdict=verdict
+    )
+
+
+def _role(culprits: Sequence[int], world_size: int) -> str:
+    """Return the part of these ranks in the job: a restart may give a host another rank."""
+    if tuple(culprits) == (0,):
+        return "rank 0"
+    if not culprits or len(culprits) >= world_size > 0:
+        return "all ranks"
+    return "one rank" if len(culprits) == 1 else "some ranks"

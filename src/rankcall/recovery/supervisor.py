@@ -1,0 +1,173 @@
+"""What torchrun's agent asks when its workers have ended: restart them, or stop.
+
+``Supervisor`` needs no torch. It never raises, except to stop: if it cannot find out what failed,
+or cannot write into the run, the job is restarted as torchrun would.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rankcall.analysis.verdicts.kept import kept_in
+from rankcall.process import host_name
+from rankcall.recovery.failures import Attempt, Cause, cause_of
+from rankcall.recovery.policy import (
+    EXIT_STATUS,
+    MAX_RECOVERIES,
+    UNCLEAR,
+    WINDOW_S,
+    Case,
+    Decision,
+    Failure,
+    Limits,
+    decide,
+)
+from rankcall.run.exits import Exit, note_exit, read_exits
+from rankcall.run.recoveries import (
+    FILE_VARIABLE,
+    AttemptEnd,
+    AttemptStart,
+    Signature,
+    file_of,
+    note,
+)
+
+logger = logging.getLogger("rankcall")
+MAX_VARIABLE, WINDOW_VARIABLE = "RANKCALL_MAX_RECOVERIES", "RANKCALL_RECOVERY_WINDOW"
+
+
+class JobStopped(SystemExit):
+    """The policy stops the job. ``codes`` are the workers that failed, by (rank, pid)."""
+
+    def __init__(self, reason: str, codes: Mapping[tuple[int, int], int]) -> None:
+        super().__init__(EXIT_STATUS)
+        self.reason, self.codes = reason, codes
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The settings of a supervisor: the run, and the limits of the policy."""
+
+    run_dir: Path
+    limits: Limits
+
+
+def settings_from_environment() -> Supervised | None:
+    """Return the settings of a job that is to carry on; None if it is not, or has no run."""
+    run_dir = os.environ.get("RANKCALL_RUN_DIR")
+    if os.environ.get("RANKCALL_ON_HANG") != "recover" or not run_dir:
+        return None
+    limits = Limits(int(_number(MAX_VARIABLE, MAX_RECOVERIES)), _number(WINDOW_VARIABLE, WINDOW_S))
+    return Supervised(Path(run_dir).absolute(), limits)
+
+
+def _number(name: str, default: float) -> float:
+    try:
+        value = float(os.environ.get(name) or default)
+    except ValueError:
+        return default
+    return value if 0 <= value < 1e9 else default
+
+
+class Supervisor:
+    """Decides for one agent. Only the agent's thread calls it."""
+
+    def __init__(
+        self,
+        settings: Supervised,
+        say: Callable[[str], object],
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._run_dir, self._limits = settings.run_dir, settings.limits
+        self._say, self._sleep = say, sleep
+        self._file = file_of(self._run_dir, host_name(), os.getpid())
+        self._attempt = Attempt()
+        self._restart = 0
+        self._earlier: list[Failure] = []
+
+    def before_start(self, restart: int) -> None:
+        """Note that an attempt's workers are about to be started. They inherit the environment."""
+        os.environ[FILE_VARIABLE] = str(self._file)
+        self._restart = restart
+        verdicts = {kept.verdict.origin.id for kept in kept_in(self._run_dir)}
+        self._attempt = Attempt(known_verdicts=verdicts)
+        self._note(AttemptStart(restart, time.time_ns()))
+
+    def started(self, pids: Mapping[int, int], world_size: int) -> None:
+        """Take the pids of the workers, by rank."""
+        self._attempt = replace(self._attempt, pids=dict(pids), world_size=world_size)
+
+    def failed(self, codes: Mapping[int, int]) -> None:
+        """Note that workers have failed: by rank, the exit status or the negative signal."""
+        self._attempt = replace(self._attempt, codes=dict(codes), noticed_ns=time.time_ns())
+
+    def may_restart(self) -> None:
+        """Return when the workers are to be started again. Raises ``JobStopped`` if never.
+
+        All workers of this node must be gone.
+        """
+        stopped_ns = time.time_ns()
+        try:
+            self._note_exits()
+            cause = cause_of(self._run_dir, self._attempt)
+        except Exception:  # any run may be damaged in any way, and the job is to go on
+            logger.warning("cannot find out why the workers ended", exc_info=True)
+            cause = Cause(Signature("unknown"), UNCLEAR, (), "", 0, 0, 0, 0, "")
+        failure = Failure(cause.signature, cause.family, cause.steps, cause.steps, time.monotonic())
+        decision = decide(Case(failure, self._earlier, self._limits))
+        self._earlier.append(failure)
+        self._note(
+            AttemptEnd(
+                self._restart,
+                cause.signature,
+                cause.family,
+                cause.culprits,
+                cause.summary,
+                step=failure.step,
+                steps=failure.steps,
+                fault_ns=max(0, cause.fault_ns),
+                verdict_ns=cause.verdict_ns,
+                ended_ns=cause.ended_ns,
+                noticed_ns=self._attempt.noticed_ns,
+                stopped_ns=stopped_ns,
+                decision="stop" if decision.stops else "restart",
+                rule=decision.rule,
+                reason=decision.reason,
+                delay_s=decision.delay_s,
+                verdict=cause.verdict,
+            )
+        )
+        self._carry_out(decision, cause)
+
+    def _carry_out(self, decision: Decision, cause: Cause) -> None:
+        what = f"{cause.signature}" + (f" at step {cause.steps:,}" if cause.steps else "")
+        if decision.stops:
+            codes = {
+                (rank, self._attempt.pids.get(rank, 0)): code
+                for rank, code in self._attempt.codes.items()
+            }
+            self._say(f"the job ends with status {EXIT_STATUS} ({what}): {decision.reason}")
+            raise JobStopped(decision.reason, codes)
+        pause = f", in {decision.delay_s:g} s" if decision.delay_s else ""
+        self._say(f"restarting the workers{pause} ({what}): {decision.reason}")
+        self._sleep(decision.delay_s)
+
+    def _note_exits(self) -> None:
+        """Note in the run how workers ended that nobody else has noted."""
+        known = {(ended.rank, ended.pid) for ended in read_exits(self._run_dir)}
+        for rank, code in self._attempt.codes.items():
+            pid = self._attempt.pids.get(rank, 0)
+            if pid and (rank, pid) not in known:
+                ended = Exit(rank, self._restart, host_name(), pid, code, self._attempt.noticed_ns)
+                note_exit(self._run_dir, ended)
+
+    def _note(self, event: AttemptStart | AttemptEnd) -> None:
+        try:
+            note(self._file, event)
+        except OSError as error:
+            logger.warning("cannot note the recovery in %s: %s", self._run_dir, error)

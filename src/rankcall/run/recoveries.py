@@ -1,0 +1,199 @@
+"""How the attempts of a job ended that is to carry on, and what was decided: ``recoveries/``.
+
+The process that restarts the workers, which is torchrun's agent, writes one file::
+
+    recoveries/<host>.<pid>.jsonl          one object a line, in the order of events
+
+A line is an ``AttemptStart`` or an ``AttemptEnd``. The workers of the next attempt read the file to
+learn why they exist. A line that another program could have damaged is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rankcall.files import append_line, open_file
+from rankcall.folders import run_folder
+from rankcall.ranks import MAX_RANKS
+from rankcall.run.paths import files_in
+
+RECOVERIES = "recoveries"
+# Set by the agent for its workers: the file to which it writes.
+FILE_VARIABLE = "RANKCALL_RECOVERIES"
+_MOST_BYTES = 1 << 24  # of one file; the rest is not read
+_MOST_LINE = 1 << 16  # characters
+_MOST_TEXT = 1024
+_MOST_RANKS = 64  # of the culprits that are kept
+_LIMIT = 1 << 62  # a larger number is damage
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What makes two failures the same one, also if other ranks or hosts have it.
+
+    ``role`` is the part that the ranks have in the job: ``rank 0``, ``one rank``, ``some ranks`` or
+    ``all ranks``. ``line`` is where the culprits stand, or what they raised.
+    """
+
+    kind: str
+    op: str = ""
+    line: str = ""
+    role: str = ""
+
+    def __str__(self) -> str:
+        """Return the signature for people to read."""
+        parts = [self.kind, self.role, self.op, self.line]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class AttemptStart:
+    """An attempt's workers were started. ``restart`` is torchrun's count of restarts."""
+
+    restart: int
+    epoch_ns: int
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """An attempt ended by a failure, and what was decided. Times are in ns since the epoch.
+
+    Attributes:
+        restart: torchrun's count of restarts when the attempt was started.
+        signature: What failed.
+        family: ``program``, ``machine`` or ``unclear``.
+        culprits: The ranks at fault; none if no rank is named.
+        summary: The sentence of the verdict.
+        step: The step that the job had reached; -1 if it is not known.
+        steps: The optimizer steps that the attempt had taken.
+        fault_ns: Since when nothing went on.
+        verdict_ns: When the watchers had their verdict; 0: the attempt ended without one.
+        ended_ns: When the first worker ended, or rankcall ended it; 0: not known.
+        noticed_ns: When the agent saw that.
+        stopped_ns: When no worker of this node was left.
+        decision: ``restart`` or ``stop``.
+        rule: The row of the policy that decided.
+        reason: Why, in words.
+        delay_s: The pause before the restart.
+        verdict: The folder of the verdict in the run; empty without one.
+    """
+
+    restart: int
+    signature: Signature
+    family: str
+    culprits: tuple[int, ...] = ()
+    summary: str = ""
+    step: int = -1
+    steps: int = 0
+    fault_ns: int = 0
+    verdict_ns: int = 0
+    ended_ns: int = 0
+    noticed_ns: int = 0
+    stopped_ns: int = 0
+    decision: str = ""
+    rule: str = ""
+    reason: str = ""
+    delay_s: float = 0.0
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Recoveries:
+    """The events of one agent's file, in their order."""
+
+    path: Path
+    starts: Sequence[AttemptStart] = field(default=())
+    ends: Sequence[AttemptEnd] = field(default=())
+
+
+def file_of(run_dir: Path, host: str, pid: int) -> Path:
+    """Return the file of an agent."""
+    return run_dir / RECOVERIES / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.jsonl"
+
+
+def note(path: Path, event: AttemptStart | AttemptEnd) -> None:
+    """Append an event to an agent's file. Raises ``OSError`` if it cannot be written."""
+    run_folder(path.parent.parent, RECOVERIES)
+    name = "start" if isinstance(event, AttemptStart) else "end"
+    append_line(path, json.dumps({name: asdict(event)}).encode() + b"\n")
+
+
+def read_file(path: Path) -> Recoveries:
+    """Return the events of one file; none if it cannot be read."""
+    starts: list[AttemptStart] = []
+    ends: list[AttemptEnd] = []
+    try:
+        with open_file(path) as file:
+            lines = file.read(_MOST_BYTES).splitlines()
+    except OSError:
+        return Recoveries(path)
+    for line in lines:
+        try:
+            content = json.loads(line[:_MOST_LINE])
+            if "start" in content:
+                starts.append(_start(content["start"]))
+            else:
+                ends.append(_end(content["end"]))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
+            continue
+    return Recoveries(path, starts, ends)
+
+
+def read_recoveries(run_dir: Path) -> list[Recoveries]:
+    """Return the events of all agents of a run, that with the earliest event first."""
+    agents = [read_file(path) for path in files_in(run_dir / RECOVERIES, ".jsonl")]
+    return sorted((agent for agent in agents if agent.starts or agent.ends), key=_first_ns)
+
+
+def _first_ns(agent: Recoveries) -> int:
+    starts = [start.epoch_ns for start in agent.starts]
+    return min(starts + [end.noticed_ns for end in agent.ends])
+
+
+def _start(fields: Any) -> AttemptStart:
+    return AttemptStart(_number(fields["restart"]), _number(fields["epoch_ns"]))
+
+
+def _end(fields: Any) -> AttemptEnd:
+    signature = fields["signature"]
+    values: dict[str, Any] = {
+        name: _number(fields[name])
+        for name in ("fault_ns", "verdict_ns", "ended_ns", "noticed_ns", "stopped_ns", "steps")
+    }
+    for name in ("family", "summary", "decision", "rule", "reason", "verdict"):
+        values[name] = _text(fields[name])
+    delay_s = float(fields["delay_s"])
+    if not 0 <= delay_s < 1e9:
+        raise ValueError("an impossible pause")
+    return AttemptEnd(
+        _number(fields["restart"]),
+        Signature(*(_text(signature[name]) for name in ("kind", "op", "line", "role"))),
+        culprits=tuple(_number(rank, most=MAX_RANKS) for rank in fields["culprits"][:_MOST_RANKS]),
+        step=_number(fields["step"], least=-1),
+        delay_s=delay_s,
+        **values,
+    )
+
+
+def _number(value: Any, least: int = 0, most: int = _LIMIT) -> int:
+    if type(value) is not int or not least <= value < most:
+        raise ValueError("an impossible number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value[:_MOST_TEXT]
+
+
+def own_file() -> Path | None:
+    """Return the file of the agent that started this process, as the environment names it."""
+    name = os.environ.get(FILE_VARIABLE)
+    return Path(name) if name else None

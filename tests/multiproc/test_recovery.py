@@ -1,0 +1,139 @@
+"""``--on-hang recover`` in real jobs: hangs and crashes, and attempts that know why they exist."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launch import Ended, launch
+
+from rankcall.run.exits import read_exits
+from rankcall.run.recoveries import AttemptEnd, read_recoveries
+
+pytestmark = pytest.mark.multiproc
+HANG_AFTER_S = 3  # on a busy machine, the start of a process takes many seconds, which are no hang
+
+JOB = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import rankcall
+
+how, rank = sys.argv[1], int(os.environ["RANK"])
+previous = rankcall.previous_attempt()
+first = previous is None
+if not first:
+    words = previous.verdict, previous.culprits, previous.step, previous.downtime_s > 0
+    os.write(1, f"previous {rank} {words}\\n".encode())
+if how == "import":
+    raise ImportError("no such module")
+if how == "init" and first and rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)  # before it has a group, and so a ring
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    if step == 5 and rank == 1:
+        if how == "stop" and first:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "kill" and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raise":
+            raise ValueError(f"bad batch at {time.time()}")
+    if step == 5 and first and how == "leader" and rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    if step == 5 and first and how == "deadlock":
+        dist.recv(torch.ones(1), 1 - rank)
+    dist.all_reduce(torch.ones(2))
+    optimizer.step()
+os.write(1, f"done {rank}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+def job(folder: Path, how: str, *options: str | Path) -> Ended:
+    """Run the script on two ranks, with the Python capture, which needs no compiler."""
+    (folder / "job.py").write_text(JOB)
+    recovers = ("--capture", "python", "--on-hang", "recover", "--hang-after", str(HANG_AFTER_S))
+    where = ("--run-dir", folder / "run")
+    nproc = () if options else ("--nproc-per-node=2",)
+    command = ("exec" if options else "run", *recovers, *where, *options, *nproc)
+    return launch(*command, folder / "job.py", how, cwd=folder)
+
+
+def ends(folder: Path) -> list[AttemptEnd]:
+    """Return how the attempts ended that failed."""
+    return [end for agent in read_recoveries(folder / "run") for end in agent.ends]
+
+
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    """The stopped rank is ended, the job is restarted once and finishes, and it knows why."""
+    ended = job(tmp_path, "stop")
+    assert ended.status == 0, ended.err
+    lines = ended.out.splitlines()
+    previous = [line for line in lines if line.startswith("previous")]
+    assert "previous 0 ('stopped', (1,), 5, True)" in previous
+    assert {"done 0", "done 1"} <= set(lines)
+    first = ends(tmp_path)[0]
+    assert (first.signature.kind, first.culprits, first.family) == ("stopped", (1,), "machine")
+    assert (first.decision, first.step) == ("restart", 5)
+    moments = first.fault_ns, first.verdict_ns, first.ended_ns, first.noticed_ns, first.stopped_ns
+    assert list(moments) == sorted(moments)
+    assert (tmp_path / "run/hangs" / first.verdict / "stacks/rank-00000.txt").exists()
+    assert (1, -9, True) in {
+        (note.rank, note.code, note.by_launcher) for note in read_exits(tmp_path / "run")
+    }
+
+
+def test_an_exception_that_comes_back(tmp_path: Path) -> None:
+    """It is tried again once; then the job ends with 65, and says at which step and why."""
+    ended = job(tmp_path, "raise")
+    assert ended.status == 65, ended.err
+    assert "this failure repeats at step 5: restarting will not help" in ended.err
+    assert "ValueError: bad batch" in ended.err
+    first, second = ends(tmp_path)
+    assert first.signature == second.signature
+    assert (first.family, first.decision, second.decision) == ("program", "restart", "stop")
+    assert (second.culprits, second.step) == ((1,), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "kind", "culprits"),
+    [
+        ("kill", "dead", (1,)),
+        ("leader", "missing", (0,)),  # its watcher leads, and its program ignores SIGTERM
+        ("deadlock", "deadlock", (0, 1)),
+        ("init", "no_progress", ()),
+    ],
+)
+def test_other_faults(how: str, kind: str, culprits: tuple[int, ...], tmp_path: Path) -> None:
+    """The job is restarted and finishes."""
+    ended = job(tmp_path, how)
+    assert ended.status == 0, ended.err
+    assert {"done 0", "done 1"} <= set(ended.out.splitlines())
+    first = ends(tmp_path)[0]
+    assert first.signature.kind == kind
+    assert not culprits or first.culprits == culprits
+
+
+@pytest.mark.slow
+def test_a_crash_loop_before_the_first_group(tmp_path: Path) -> None:
+    """Workers that leave no records are told apart by their exit statuses."""
+    ended = job(tmp_path, "import")
+    assert ended.status == 65, ended.err
+    assert "this failure repeats before the first step" in ended.err
+    assert len(ends(tmp_path)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "status"), [("stop", 0), ("raise", 65)])
+def test_below_a_torchrun(how: str, status: int, tmp_path: Path) -> None:
+    """``rankcall exec`` does the same below a torchrun of the user's, and keeps its status."""
+    torchrun = Path(sys.executable).with_name("torchrun")
+    launcher = ("--", str(torchrun), "--standalone", "--nproc-per-node=2", "--max-restarts=9")
+    ended = job(tmp_path, how, *launcher)
+    assert ended.status == status, ended.err
+    assert [end.decision for end in ends(tmp_path)][:1] == ["restart"]

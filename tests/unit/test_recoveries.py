@@ -1,0 +1,100 @@
+"""The file of recoveries: what is written is read, and damage is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rankcall
+from rankcall.run.recoveries import (
+    FILE_VARIABLE,
+    AttemptEnd,
+    AttemptStart,
+    Signature,
+    file_of,
+    note,
+    read_file,
+    read_recoveries,
+)
+
+END = AttemptEnd(
+    0,
+    Signature("stopped", "all_reduce", "train.py:9", "one rank"),
+    "machine",
+    (1,),
+    "Rank 1 is stopped.",
+    step=10,
+    steps=10,
+    fault_ns=5,
+    verdict_ns=6,
+    ended_ns=7,
+    noticed_ns=8,
+    stopped_ns=9,
+    decision="restart",
+    rule="goes_on",
+    reason="the machine is at fault, and the job makes progress",
+    delay_s=2.0,
+    verdict="0001",
+)
+
+
+def test_what_is_noted_is_read(tmp_path: Path) -> None:
+    """Each event is a line; the files of two agents are read, the earlier one first."""
+    path, other = file_of(tmp_path, "node/a", 7), file_of(tmp_path, "node-b", 3)
+    for event in (AttemptStart(0, 4), END, AttemptStart(1, 12)):
+        note(path, event)
+    note(other, AttemptStart(0, 3))
+    assert path.name == "node_a.7.jsonl"
+    first, second = read_recoveries(tmp_path)
+    assert (first.path, first.starts, first.ends) == (other, [AttemptStart(0, 3)], [])
+    assert (second.starts, second.ends) == ([AttemptStart(0, 4), AttemptStart(1, 12)], [END])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"restart": -1},
+        {"restart": True},
+        {"step": 1 << 70},
+        {"culprits": ["x"]},
+        {"culprits": [1 << 60]},
+        {"signature": []},
+        {"summary": 5},
+        {"delay_s": float("nan")},
+        {"delay_s": -1},
+        {"fault_ns": 1.5},
+    ],
+)
+def test_damaged_lines_are_left_out(change: dict[str, Any], tmp_path: Path) -> None:
+    """One line of another program's does not hide the others."""
+    path = file_of(tmp_path, "node-a", 7)
+    note(path, END)
+    with path.open("a") as file:
+        file.write(json.dumps({"end": {**asdict(END), **change}}) + "\n[" * 3 + "\nnull\n{}\n")
+    note(path, AttemptStart(1, 12))
+    read = read_file(path)
+    assert (read.starts, read.ends) == ([AttemptStart(1, 12)], [END])
+
+
+def test_previous_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted attempt learns of the one before it; the first one has none."""
+    path = file_of(tmp_path, "node-a", 7)
+    note(path, replace(END, fault_ns=time.time_ns() - int(3e9)))
+    monkeypatch.setenv(FILE_VARIABLE, str(path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert rankcall.previous_attempt() is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    previous = rankcall.previous_attempt()
+    assert previous is not None
+    assert (previous.verdict, previous.culprits, previous.step) == ("stopped", (1,), 10)
+    assert (previous.summary, previous.restarts) == (END.summary, 1)
+    assert 3 <= previous.downtime_s < 60
+    path.unlink()
+    os.mkfifo(path)
+    assert rankcall.previous_attempt() is None
