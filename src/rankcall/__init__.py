@@ -14,6 +14,7 @@ _HOME = {
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
     "Run": "rankcall.run.load",
+    "checkpointed": "rankcall.capture.checkpoints",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.job.attach",
     "expect": "rankcall.capture.phases",
@@ -27,6 +28,7 @@ __all__ = [
     "RankcallError",
     "Recording",
     "Run",
+    "checkpointed",
     "disable",
     "enable",
     "errors",
@@ -44,6 +46,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from rankcall import errors, hooks, rpc, store
+    from rankcall.capture.checkpoints import checkpointed
     from rankcall.capture.phases import expect
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable

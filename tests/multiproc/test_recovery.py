@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import Ended, launch
+from launch import Ended, Launch, launch
+from ports import free_port
 
 from rankcall.run.exits import read_exits
 from rankcall.run.recoveries import AttemptEnd, read_recoveries
@@ -124,7 +125,7 @@ def test_a_crash_loop_before_the_first_group(tmp_path: Path) -> None:
     """Workers that leave no records are told apart by their exit statuses."""
     ended = job(tmp_path, "import")
     assert ended.status == 65, ended.err
-    assert "this failure repeats before the first step" in ended.err
+    assert "this failure repeats before the first optimizer step" in ended.err
     assert len(ends(tmp_path)) == 2
 
 
@@ -137,3 +138,31 @@ def test_below_a_torchrun(how: str, status: int, tmp_path: Path) -> None:
     ended = job(tmp_path, how, *launcher)
     assert ended.status == status, ended.err
     assert [end.decision for end in ends(tmp_path)][:1] == ["restart"]
+
+
+@pytest.mark.slow
+def test_two_nodes(tmp_path: Path) -> None:
+    """A node without an answer is named; both restart, and number the attempts alike."""
+    (tmp_path / "job.py").write_text(JOB)
+    address = f"localhost:{free_port()}"
+    recovers = ("--capture", "python", "--on-hang", "recover", "--hang-after", str(HANG_AFTER_S))
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=one")
+    nodes = [
+        Launch(
+            *("run", *recovers, "--run-dir", tmp_path / f"node{number}", *rendezvous),
+            *("--nnodes=2", "--nproc-per-node=1", "--local-addr=localhost"),
+            *(tmp_path / "job.py", "stop"),
+            cwd=tmp_path,
+            env={"RANKCALL_HOST": f"node-{number}"},
+        )
+        for number in (0, 1)
+    ]
+    ended = [node.finish() for node in nodes]
+    assert [node.status for node in ended] == [0, 0], [node.err for node in ended]
+    told = [read_recoveries(tmp_path / f"node{number}")[0] for number in (0, 1)]
+    assert (told[0].ends[0].signature.kind, told[0].ends[0].culprits) == ("missing", (1,))
+    assert [start.restart for start in told[0].starts] == [
+        start.restart for start in told[1].starts
+    ]
+    stacks = list(tmp_path.glob("node*/hangs/*/stacks/*"))
+    assert stacks

@@ -54,7 +54,7 @@ def cases() -> list[Any]:
             page,
             False,
             marks=pytest.mark.slow
-            if has_jobs(page) or page.name in ("attach.md", "frameworks.md")
+            if has_jobs(page) or page.name in ("attach.md", "carry-on.md", "frameworks.md")
             else (),
             id=page.name,
         )

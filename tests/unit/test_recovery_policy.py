@@ -19,16 +19,10 @@ from rankcall.recovery.policy import (
 )
 from rankcall.run.recoveries import Signature
 
-RAISED = Signature("dead", "all_reduce", "ValueError: bad batch train.py:9", "one rank")
-STOPPED = Signature("stopped", "all_reduce", "train.py:9", "one rank")
 
-
-def failure(
-    family: str, step: int = 10, steps: int | None = None, seconds: float = 0.0, line: str = ""
-) -> Failure:
-    """Return a failure at a step, of an attempt that took as many steps, if no number is given."""
-    signature = Signature("dead", line=line)
-    return Failure(signature, family, step, step if steps is None else steps, seconds)
+def failure(family: str, step: int = 10, *, seconds: float = 0.0, line: str = "") -> Failure:
+    """Return a failure at a step, of an attempt that got further unless that is the first."""
+    return Failure(Signature("dead", line=line), family, step, step > 0, seconds)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_a_repeated_failure_names_the_step() -> None:
     at = Case(failure(PROGRAM, 1200), [failure(PROGRAM, 1200)])
     assert decide(at).reason == "this failure repeats at step 1,200: restarting will not help"
     start = Case(failure(PROGRAM, 0), [failure(PROGRAM, 0)])
-    assert "before the first step" in decide(start).reason
+    assert "before the first optimizer step" in decide(start).reason
 
 
 def test_pauses_double_up_to_a_minute() -> None:

@@ -50,7 +50,7 @@ def test_a_crash_loop_ends(tmp_path: Path) -> None:
         job.attempt(3)
     assert stopped.value.code == EXIT_STATUS == 65
     assert stopped.value.codes == {(1, (1 << 22) + 2): 3}
-    assert "before the first step" in job.said[-1]
+    assert "before the first optimizer step" in job.said[-1]
     assert "restarting will not help" in job.said[-1]
     assert [(ended.rank, ended.code) for ended in read_exits(tmp_path)] == [(1, 3), (1, 3)]
     (told,) = read_recoveries(tmp_path)
@@ -68,6 +68,17 @@ def test_kills_at_the_start_back_off(tmp_path: Path) -> None:
     with pytest.raises(JobStopped):
         job.attempt(-9)
     assert "in 8 s" in job.said[2]
+
+
+def test_another_node_decides(tmp_path: Path) -> None:
+    """A node whose workers did not fail restarts them, even if the policy would end the job."""
+    job = Job(tmp_path, Limits(0, 60))
+    job.supervisor.before_start(0)
+    job.supervisor.started({0: 1 << 22}, 2)
+    job.supervisor.follows()
+    (told,) = read_recoveries(tmp_path)
+    assert [(end.decision, end.rule) for end in told.ends] == [("restart", "follows")]
+    assert job.said == []
 
 
 def test_limits(tmp_path: Path) -> None:

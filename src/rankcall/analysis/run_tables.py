@@ -32,6 +32,7 @@ from rankcall.analysis.collectives import (
     split_by_group,
 )
 from rankcall.analysis.device_times import end_together
+from rankcall.analysis.recoveries import FirstMoments
 from rankcall.analysis.stragglers import turns_of
 from rankcall.analysis.waiting import Waits, covered, waits_of
 from rankcall.record import OPS
@@ -263,11 +264,13 @@ class RunTables:
     step_begins: list[Ints] = field(default_factory=list)
     turns: list[Ints] = field(default_factory=list)
     _moments: list[_Moments] = field(default_factory=list)
+    first_moments: FirstMoments = field(default_factory=FirstMoments)
     _collectives: dict[tuple[Session, Group], list[RankCollectives]] = field(default_factory=dict)
     _messages: dict[tuple[Session, Group], list[RankMessages]] = field(default_factory=dict)
 
     def add(self, ring: Ring, session: Session) -> None:
         """Copy what analysis needs from one ring; the ring itself is not kept."""
+        self.first_moments.add(ring)
         head = ring.header
         columns = columns_of(ring)
         host = self.clocks.of_ring(head)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from rankcall.analysis.collectives import OP_NAMES
 from rankcall.analysis.device_times import TimeSources, sources_of
 from rankcall.analysis.gaps import Gap, gaps_of
 from rankcall.analysis.measuring import Measured, measure_collectives, measure_messages
+from rankcall.analysis.recoveries import Carried
 from rankcall.analysis.run_tables import (
     RankRow,
     RingVisitor,
@@ -186,6 +187,7 @@ class Summary:
     steps: list[StepShare]
     joins: list[JoinSummary]
     problems: list[Problem]
+    carried: Carried = field(default_factory=Carried)  # the recoveries of the job
 
     @property
     def waiting_share(self) -> float:
@@ -267,6 +269,7 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         steps=by_step(run_tables.shares),
         joins=run.joins,
         problems=list(run.problems),
+        carried=run_tables.first_moments.finish(run.path),
     )
 
 

@@ -21,7 +21,17 @@ __all__ = ["main"]
 _USAGE, _INTERRUPTED = 2, 130
 _HELP = {"help_option_names": ["-h", "--help"]}
 # These clean up first. Of the others, clean does so itself, and doctor and build read no run.
-_WORKING = ("run", "exec", "report", "diagnose", "export", "top", "serve", "collect")
+_WORKING = (
+    "run",
+    "exec",
+    "report",
+    "diagnose",
+    "export",
+    "top",
+    "serve",
+    "collect",
+    "explain-policy",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +120,7 @@ def _application(chosen: str | None) -> typer.Typer:
     app.callback(invoke_without_command=True)(_without_command)
     for name, entry in COMMANDS.items():
         if name == chosen:
-            module = importlib.import_module(f"rankcall.cli.{name}")
+            module = importlib.import_module(f"rankcall.cli.{name.replace('-', '_')}")
             settings = {**_HELP, **getattr(module, "CONTEXT_SETTINGS", {})}
             app.command(name, cls=_Command, help=None, context_settings=settings)(module.command)
         else:

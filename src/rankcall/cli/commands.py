@@ -52,6 +52,14 @@ COMMANDS = {
             ("rankcall diagnose --log job.log", "a log, of a job without rankcall"),
         ),
     ),
+    "explain-policy": Entry(
+        _READ,
+        "Print the policy of restarts, and what it says about a run's last failure.",
+        (
+            ("rankcall explain-policy", "the latest run here"),
+            ("rankcall explain-policy run.tar.zst", "would a restart have helped?"),
+        ),
+    ),
     "export": Entry(
         _READ,
         "Write a run's records for Perfetto, as Parquet or JSON lines.",

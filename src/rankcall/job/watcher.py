@@ -38,6 +38,9 @@ ENDS = ("abort", "recover")  # what ``on_hang`` says if a verdict ends ranks
 # still runs so many seconds later ends itself: its handler of SIGTERM may wait for the call that
 # hangs, and torchrun then waits for 30 s.
 GRACE_S = 5.0
+# As soon as a worker ends, torchrun also ends those of other nodes, whose leaders poll the verdict
+# and keep it with their stacks at this moment. They get so long.
+_OTHERS_KEEP_S = 2.0
 _TICK_S = 0.25  # a hang is noticed so much later than its threshold, at most
 # A watcher that fails may do so because of one moment, for example a file that was moved just then.
 # One that fails again and again must not fill the log of the job.
@@ -201,6 +204,8 @@ class Watcher:
         verdicts = judge.verdicts()
         chosen = workers_to_end(verdicts[-1] if verdicts else None, headers)
         run_dir, rank = self._recording.run_dir, self._recording.rank()
+        if chosen and len(headers) < chosen[0].world_size:
+            self._stopping.wait(_OTHERS_KEEP_S)
         for header in (header for header in chosen if header.rank != rank):
             end_worker(header, run_dir)
         if any(header.rank == rank for header in chosen):

@@ -40,7 +40,7 @@ def _agent_class(supervisor: Supervisor) -> type:
     class CarryingAgent(LocalElasticAgent):  # type: ignore[misc]
         """The agent of one node. The methods are those that torch's own agent calls, in order."""
 
-        _has_failed = False
+        _has_failed = _has_started = False
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
@@ -59,8 +59,13 @@ def _agent_class(supervisor: Supervisor) -> type:
 
         def _initialize_workers(self, worker_group: Any) -> None:
             if self._has_failed:
-                self._has_failed = False
                 supervisor.may_restart()
+            elif self._has_started:
+                # Another node has failed, and decides. torch counts such a restart on that node
+                # alone, and the nodes would number the attempts differently from then on.
+                supervisor.follows()
+                self._remaining_restarts -= 1
+            self._has_failed, self._has_started = False, True
             _forget_store(worker_group.spec.rdzv_handler)
             super()._initialize_workers(worker_group)
 

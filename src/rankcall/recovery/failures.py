@@ -17,7 +17,7 @@ from rankcall.problems import Problem
 from rankcall.recovery.policy import family_of
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.exits import read_exits
-from rankcall.run.load import load
+from rankcall.run.load import Run, load
 from rankcall.run.paths import ring_paths
 from rankcall.run.recoveries import Signature
 
@@ -54,6 +54,8 @@ class Cause:
     culprits: tuple[int, ...]
     summary: str
     steps: int  # that the attempt took
+    saved: int  # the step that the program last said it saved; -1: it did not
+    since_saved: int  # the steps since then
     fault_ns: int
     verdict_ns: int
     ended_ns: int
@@ -67,19 +69,31 @@ def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
     and the exit statuses tell. A worker that ended before it recorded leaves its status alone.
     """
     headers = _headers(run_dir, attempt.pids)
-    steps = max((header.step for header in headers.values()), default=0)
     ended_ns = _first_end_ns(run_dir, attempt)
     kept = _new_verdict(run_dir, attempt)
     if kept is not None:
         finding, made_ns = kept.verdict.findings[0], kept.verdict.origin.epoch_ns
         fault_ns = made_ns - int(finding.since_s * 1e9)
         times = fault_ns, made_ns, ended_ns
-        return _cause(finding, attempt, headers, steps, times, kept.folder.name)
+        return _cause(finding, attempt, headers, times, kept.folder.name)
     fault_ns = ended_ns or attempt.noticed_ns
     finding = _finding(run_dir) if headers else None
     if finding is None:
         finding = _by_status(attempt)
-    return _cause(finding, attempt, headers, steps, (fault_ns, 0, ended_ns), "")
+    return _cause(finding, attempt, headers, (fault_ns, 0, ended_ns), "")
+
+
+def cause_in(run: Run) -> Cause | None:
+    """Return what ended the last attempt of a run that nobody supervised; None if nothing did."""
+    pids = {head.header.rank: head.header.pid for head in run.heads}
+    codes = {
+        ended.rank: ended.code
+        for ended in read_exits(run.path)
+        if ended.code and ended.pid in pids.values() and not ended.by_launcher
+    }
+    attempt = Attempt(pids, run.world_size, codes=codes)
+    cause = cause_of(run.path, attempt)
+    return cause if cause.verdict or codes or cause.culprits else None
 
 
 def _headers(run_dir: Path, pids: Mapping[int, int]) -> dict[int, Header]:
@@ -136,7 +150,6 @@ def _cause(
     finding: Finding,
     attempt: Attempt,
     headers: Mapping[int, Header],
-    steps: int,
     times: tuple[int, int, int],
     verdict: str,
 ) -> Cause:
@@ -151,9 +164,18 @@ def _cause(
         finding.kind, finding.op, line[:_MOST_LINE], _role(culprits, attempt.world_size)
     )
     family = family_of(finding.kind, None if verdict else code, error)
-    return Cause(
-        signature, family, tuple(culprits), finding.summary, steps, *times, verdict=verdict
-    )
+    progress = _progress(headers.values())
+    return Cause(signature, family, culprits, finding.summary, *progress, *times, verdict=verdict)
+
+
+def _progress(headers: Collection[Header]) -> tuple[int, int, int]:
+    """Return the steps that ranks took, the step that was saved last, and the steps since then.
+
+    One rank may save for all, and the ranks may be a step apart.
+    """
+    steps = max((header.step for header in headers), default=0)
+    saved = max(((header.saved, header.saved_at) for header in headers), default=(0, 0))
+    return steps, saved[0] - 1, max(0, steps - saved[1]) if saved[0] else 0
 
 
 def _role(culprits: Sequence[int], world_size: int) -> str:

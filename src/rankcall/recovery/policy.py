@@ -30,12 +30,16 @@ _DEVICE_ERRORS = ("CUDA error", "NCCL error", "ECC", "device-side", "DistBackend
 
 @dataclass(frozen=True)
 class Failure:
-    """How one attempt ended. ``step`` is -1 if it is not known; ``steps`` are the attempt's own."""
+    """How one attempt ended.
+
+    ``step`` is the step of the job as far as it is known, -1 if it is not. ``progressed`` says that
+    the attempt got further than those before it.
+    """
 
     signature: Signature
     family: str
     step: int = -1
-    steps: int = 0
+    progressed: bool = False
     seconds: float = 0.0  # when, on a clock that all failures of a job share
 
 
@@ -71,10 +75,10 @@ class Case:
 
     @property
     def without_progress(self) -> int:
-        """How many attempts in a row, this one included, took no step."""
+        """How many attempts in a row, this one included, got no further."""
         count = 0
         for failure in (self.failure, *reversed(self.earlier)):
-            if failure.steps > 0:
+            if failure.progressed:
                 break
             count += 1
         return count
@@ -105,8 +109,8 @@ class Row:
 
 def _where(case: Case) -> str:
     step = case.failure.step
-    if case.failure.steps == 0 and step <= 0:
-        return "before the first step"
+    if step == 0:
+        return "before the first optimizer step"
     return f"at step {step:,}" if step >= 0 else "at a step that is not known"
 
 
@@ -156,7 +160,7 @@ POLICY: tuple[Row, ...] = (
     ),
     Row(
         "goes_on",
-        "the machine is at fault, and the attempt took steps",
+        "the machine is at fault, and the attempt got further than those before it",
         "restart",
         lambda case: case.without_progress == 0,
         stops=False,
@@ -164,22 +168,22 @@ POLICY: tuple[Row, ...] = (
     ),
     Row(
         "backs_off",
-        f"the machine is at fault, and {_MOST_WITHOUT_PROGRESS} attempts in a row or fewer took no "
-        "step",
+        f"the machine is at fault, and {_MOST_WITHOUT_PROGRESS} attempts in a row or fewer got no "
+        "further",
         f"restart after a pause, from {_FIRST_PAUSE_S:g} s on and twice as long each time",
         lambda case: case.without_progress <= _MOST_WITHOUT_PROGRESS,
         stops=False,
-        reason=lambda case: "the machine is at fault, and this attempt took no step",
+        reason=lambda case: "the machine is at fault, and this attempt got no further",
         delay_s=_pause_s,
     ),
     Row(
         "no_progress",
-        "the machine is at fault, and more attempts in a row took no step",
+        "the machine is at fault, and more attempts in a row got no further",
         "stop",
         lambda case: True,
         stops=True,
         reason=lambda case: (
-            f"{case.without_progress} attempts in a row took no step: something is wrong that a "
+            f"{case.without_progress} attempts in a row got no further: something is wrong that a "
             "restart does not mend"
         ),
     ),

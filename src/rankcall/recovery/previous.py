@@ -18,7 +18,10 @@ class PreviousAttempt:
         verdict: The kind of the verdict, such as ``missing``, ``stopped`` or ``dead``.
         culprits: The ranks at fault; none if no rank is named.
         summary: The verdict in a sentence.
-        step: The number of optimizer steps that the attempt had taken.
+        step: The step that the job had reached: the optimizer steps since the last checkpoint that
+            ``rankcall.checkpointed`` has told of are added to its step. Without one, these are the
+            steps of that attempt alone.
+        lost_steps: The steps since the last checkpoint; None if the program has told of none.
         downtime_s: For how long nothing has gone on, until this call, in seconds.
         restarts: How often the job has been restarted, this time included.
         reason: Why the job was restarted, and not ended.
@@ -28,6 +31,7 @@ class PreviousAttempt:
     culprits: tuple[int, ...]
     summary: str
     step: int
+    lost_steps: int | None
     downtime_s: float
     restarts: int
     reason: str
@@ -54,6 +58,7 @@ def previous_attempt() -> PreviousAttempt | None:
         end.culprits,
         end.summary,
         end.step,
+        end.lost if end.lost >= 0 else None,
         max(0.0, (time.time_ns() - since_ns) / 1e9),
         restart,
         end.reason,

@@ -89,6 +89,7 @@ class Supervisor:
         self._attempt = Attempt()
         self._restart = 0
         self._earlier: list[Failure] = []
+        self._saved = -1  # the step of the job from which the present attempt went on, if known
 
     def before_start(self, restart: int) -> None:
         """Note that an attempt's workers are about to be started. They inherit the environment."""
@@ -111,41 +112,81 @@ class Supervisor:
 
         All workers of this node must be gone.
         """
+        failure, end = self._look()
+        decision = decide(Case(failure, self._earlier, self._limits))
+        self._conclude(failure, end, decision)
+        self._carry_out(decision, failure)
+
+    def follows(self) -> None:
+        """Note why this node's workers were ended, although none has failed: another node's did.
+
+        That node decides, so this one restarts whatever the policy says.
+        """
+        failure, end = self._look()
+        self._conclude(
+            failure, end, Decision("follows", False, "another node restarts its workers")
+        )
+
+    def _look(self) -> tuple[Failure, AttemptEnd]:
+        """Return what ended the attempt, and what is to be noted of it, without the decision."""
         stopped_ns = time.time_ns()
         try:
             self._note_exits()
             cause = cause_of(self._run_dir, self._attempt)
         except Exception:  # any run may be damaged in any way, and the job is to go on
             logger.warning("cannot find out why the workers ended", exc_info=True)
-            cause = Cause(Signature("unknown"), UNCLEAR, (), "", 0, 0, 0, 0, "")
-        failure = Failure(cause.signature, cause.family, cause.steps, cause.steps, time.monotonic())
-        decision = decide(Case(failure, self._earlier, self._limits))
+            cause = Cause(Signature("unknown"), UNCLEAR, (), "", 0, -1, 0, 0, 0, 0, "")
+        failure, lost = self._failure(cause)
+        return failure, AttemptEnd(
+            self._restart,
+            cause.signature,
+            cause.family,
+            cause.culprits,
+            cause.summary,
+            step=failure.step,
+            steps=cause.steps,
+            lost=lost,
+            progressed=failure.progressed,
+            fault_ns=max(0, cause.fault_ns),
+            verdict_ns=cause.verdict_ns,
+            ended_ns=cause.ended_ns,
+            noticed_ns=self._attempt.noticed_ns,
+            stopped_ns=stopped_ns,
+            verdict=cause.verdict,
+        )
+
+    def _conclude(self, failure: Failure, end: AttemptEnd, decision: Decision) -> None:
         self._earlier.append(failure)
         self._note(
-            AttemptEnd(
-                self._restart,
-                cause.signature,
-                cause.family,
-                cause.culprits,
-                cause.summary,
-                step=failure.step,
-                steps=failure.steps,
-                fault_ns=max(0, cause.fault_ns),
-                verdict_ns=cause.verdict_ns,
-                ended_ns=cause.ended_ns,
-                noticed_ns=self._attempt.noticed_ns,
-                stopped_ns=stopped_ns,
+            replace(
+                end,
                 decision="stop" if decision.stops else "restart",
                 rule=decision.rule,
                 reason=decision.reason,
                 delay_s=decision.delay_s,
-                verdict=cause.verdict,
             )
         )
-        self._carry_out(decision, cause)
 
-    def _carry_out(self, decision: Decision, cause: Cause) -> None:
-        what = f"{cause.signature}" + (f" at step {cause.steps:,}" if cause.steps else "")
+    def _failure(self, cause: Cause) -> tuple[Failure, int]:
+        """Return the failure, and the steps that it lost; -1 if no checkpoint is known.
+
+        Each process counts its own steps. The step of the job is known once a program has said
+        which one it saved: an attempt goes on from the newest checkpoint.
+        """
+        if cause.saved >= 0:
+            self._saved, lost = cause.saved, cause.since_saved
+        else:
+            lost = cause.steps if self._saved >= 0 else -1
+        if self._saved < 0:
+            step, progressed = cause.steps, cause.steps > 0
+        else:
+            step = self._saved + lost
+            progressed = step > max((earlier.step for earlier in self._earlier), default=0)
+        failure = Failure(cause.signature, cause.family, step, progressed, time.monotonic())
+        return failure, lost
+
+    def _carry_out(self, decision: Decision, failure: Failure) -> None:
+        what = f"{failure.signature}" + (f" at step {failure.step:,}" if failure.step > 0 else "")
         if decision.stops:
             codes = {
                 (rank, self._attempt.pids.get(rank, 0)): code

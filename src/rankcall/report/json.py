@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rankcall.analysis.gaps import Gap
+from rankcall.analysis.recoveries import PHASES, Recovery
 from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.encoding import SCHEMA, Object, finding_object, verdict_object
 from rankcall.analysis.verdicts.finding import Finding
@@ -42,6 +43,8 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "call_sites": _call_sites(summary),
         "comm_share": _comm_share(summary),
         "joins": [asdict(join) for join in summary.joins],
+        "recoveries": [_recovery(recovery) for recovery in summary.carried.recoveries],
+        "goodput": summary.carried.goodput,
         "findings": [finding_object(finding) for finding in findings],
         "dropped": summary.dropped,
         "problems": texts(summary.problems),
@@ -127,6 +130,22 @@ def _collectives(summary: Summary) -> list[Object]:
 
 def _gap(gap: Gap) -> Object:
     return {**vars(gap), "after": gap.after.shown, "before": gap.before.shown}
+
+
+def _recovery(recovery: Recovery) -> Object:
+    end = recovery.end
+    return {
+        "restart": end.restart,
+        "kind": end.signature.kind,
+        "culprits": list(end.culprits),
+        "summary": end.summary,
+        "family": end.family,
+        "rule": end.rule,
+        "step": end.step,
+        "lost_steps": end.lost if end.lost >= 0 else None,
+        "phases_s": dict(zip(PHASES, recovery.phases_s, strict=True)),
+        "down_s": recovery.down_s,
+    }
 
 
 def _call_sites(summary: Summary) -> list[Object]:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rankcall.analysis.recoveries import PHASES, Carried
 from rankcall.analysis.run_tables import SiteRow, StepShare
 from rankcall.analysis.summary import Straggler, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
@@ -82,6 +83,8 @@ def _sections(
     summary: Summary, first: Headline, room: int, *, stopped: bool
 ) -> Iterator[tuple[str, RenderableType]]:
     yield "What ran where", _facts(summary, room, stopped=stopped)
+    if summary.carried.recoveries:
+        yield "Recoveries, and where the time of each went", _recoveries(summary.carried, room)
     if not summary.collectives:
         return
     yield (
@@ -268,6 +271,32 @@ def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:
         for total in shown
     ]
     return _more(fitted(heads, rows, room, names=1), len(uneven) - len(shown), "rank")
+
+
+def _recoveries(carried: Carried, room: int) -> RenderableType:
+    """Return the recoveries, the newest last, and the share of time that brought the job on."""
+    heads = ("after", "step", *PHASES, "in all")
+    shown = carried.recoveries[-_ROWS:]
+    rows = [
+        (
+            clean(recovery.end.signature.kind),
+            f"{recovery.end.step:,}" if recovery.end.step >= 0 else "-",
+            *(_seconds(seconds) for seconds in recovery.phases_s),
+            _seconds(recovery.down_s),
+        )
+        for recovery in shown
+    ]
+    notes = []
+    if len(shown) < len(carried.recoveries):
+        notes.append(f"{len(carried.recoveries) - len(shown):,} earlier ones: --json has all.")
+    if carried.goodput is not None:
+        notes.append(f"{percent(carried.goodput)} of the job's time brought it forward (goodput).")
+    table = fitted(heads, rows, room, names=1)
+    return Group(table, *(Text(note, "dim") for note in notes))
+
+
+def _seconds(seconds: float | None) -> str:
+    return time(None if seconds is None else seconds * 1e3)
 
 
 def _sites(summary: Summary, room: int) -> RenderableType:

@@ -133,6 +133,8 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "sample_capacity": ("<u4", 3524),  # 0 in rings of rankcall 0.1
     "samples": ("<u8", 3528),  # written so far
     "gc_since_ns": ("<i8", 3536),  # CLOCK_MONOTONIC; a full collection runs since then; 0: none
+    "saved": ("<u8", 3544),  # 1 + the step that the program last saved; 0: it has not said so
+    "saved_at": ("<u8", 3552),  # ``step`` when it said so
     # The oldest call in flight, for the leader of the node. Ranks in one call have one number.
     "in_call_ns": ("<i8", 3584),  # CLOCK_MONOTONIC; when it was issued; 0: in none
     "in_call": ("<u8", 3592),
@@ -268,6 +270,8 @@ class Header:
     tables_used: int = 0  # bytes
     samples: int = 0
     gc_since_ns: int = 0
+    saved: int = 0
+    saved_at: int = 0
     in_call_ns: int = 0
     in_call: int = 0
 

@@ -29,10 +29,12 @@ from rankcall.folders import UnsafeFolderError
 from rankcall.ring.layout import HEADER_BYTES, offset_of, parse_header
 from rankcall.run.exits import EXITS, STATES
 from rankcall.run.paths import HANGS
+from rankcall.run.recoveries import RECOVERIES
 from rankcall.run.stderr_tails import STDERR
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
-FOLDERS = ("rings", EXITS, STATES, STDERR)  # they hold only files; HANGS also holds folders
+# They hold only files; HANGS also holds folders.
+FOLDERS = ("rings", EXITS, STATES, STDERR, RECOVERIES)
 _META = "run.json"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 NAME = re.compile(

@@ -72,6 +72,8 @@ class AttemptEnd:
         summary: The sentence of the verdict.
         step: The step that the job had reached; -1 if it is not known.
         steps: The optimizer steps that the attempt had taken.
+        lost: The steps since the last checkpoint; -1 if the program has told of none.
+        progressed: Whether the attempt got further than those before it.
         fault_ns: Since when nothing went on.
         verdict_ns: When the watchers had their verdict; 0: the attempt ended without one.
         ended_ns: When the first worker ended, or rankcall ended it; 0: not known.
@@ -91,6 +93,8 @@ class AttemptEnd:
     summary: str = ""
     step: int = -1
     steps: int = 0
+    lost: int = -1
+    progressed: bool = False
     fault_ns: int = 0
     verdict_ns: int = 0
     ended_ns: int = 0
@@ -176,6 +180,8 @@ def _end(fields: Any) -> AttemptEnd:
         Signature(*(_text(signature[name]) for name in ("kind", "op", "line", "role"))),
         culprits=tuple(_number(rank, most=MAX_RANKS) for rank in fields["culprits"][:_MOST_RANKS]),
         step=_number(fields["step"], least=-1),
+        lost=_number(fields["lost"], least=-1),
+        progressed=fields["progressed"] is True,
         delay_s=delay_s,
         **values,
     )

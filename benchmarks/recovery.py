@@ -1,0 +1,180 @@
+"""From a verdict to the next step: how long a job stands still after a hang was recognised.
+
+One job of two ranks on Gloo. In the first attempt, rank 1 is stopped by SIGSTOP at a step. The same
+job runs below three launchers, each with the same threshold for a hang:
+
+* ``rankcall run --on-hang recover --hang-after T``
+* ``torchrun --max-restarts``, with the process group's timeout at T. Its verdict is the error that
+  this timeout raises in the rank that waits. ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` gives each
+  attempt a store of its own: with torch's default, the new workers may meet the addresses of the
+  old ones (``docs/design/recovery.md``).
+* NVRx's ``ft_launcher``, if ``--ft-launcher`` names it, with its heartbeat timeout at T. Its
+  verdict is taken to come T after the fault, because it says nothing of the moment.
+
+``verdict_to_step_ratio``: the time from the verdict to the first step of the new attempt, ours over
+the best of the others. ``verdict_to_step_beyond_start_s``: ours, less what the same script takes
+from the start of its processes to its first step when nothing has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+FAULT_STEP = 20
+JOB = """
+import json, os, signal, sys, time
+from datetime import timedelta
+
+def note(event, **more):
+    line = json.dumps({"event": event, "rank": rank, "attempt": attempt, "s": time.time(), **more})
+    os.write(log, line.encode() + b"\\n")
+
+folder, timeout, heartbeats = sys.argv[1], float(sys.argv[2]), len(sys.argv) > 3
+rank = int(os.environ["RANK"])
+log = os.open(os.path.join(folder, "events"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+marker = os.path.join(folder, f"started.{rank}")
+attempt = 1 if os.path.exists(marker) else 0
+open(marker, "w").close()
+note("start")
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=timeout) if timeout else None)
+client = None
+if heartbeats:
+    import nvidia_resiliency_ext.fault_tolerance as fault_tolerance
+    client = fault_tolerance.RankMonitorClient()
+    client.init_workload_monitoring()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(FAULT_STEP + 10):
+    if attempt == 0 and rank == 1 and step == FAULT_STEP:
+        note("fault")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        dist.all_reduce(torch.ones(8))
+    except RuntimeError:
+        note("verdict")
+        raise
+    optimizer.step()
+    if client is not None:
+        client.send_heartbeat()
+    if step == 0:
+        note("step")
+    time.sleep(0.02)
+note("done")
+dist.destroy_process_group()
+"""
+
+
+def run_job(command: Sequence[str], folder: Path, timeout_s: float, *more: str) -> list[Any]:
+    """Run the job below a launcher, and return its events."""
+    script = folder / "job.py"
+    script.write_text(JOB.replace("FAULT_STEP", str(FAULT_STEP)))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with (folder / "output").open("wb") as output:
+        subprocess.run(
+            [*command, str(script), str(folder), f"{timeout_s:g}", *more],
+            cwd=folder,
+            env=env,
+            stdout=output,
+            stderr=output,
+            timeout=500,
+            check=False,
+        )
+    events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+    if sum(event["event"] == "done" for event in events) != 2:
+        tail = (folder / "output").read_text(errors="replace")[-3000:]
+        raise SystemExit(f"the job did not finish below {command[0]}:\n{tail}")
+    return events
+
+
+def first(events: Sequence[Any], name: str, attempt: int) -> float:
+    """Return when an event came first in an attempt, in s since the epoch."""
+    return min(
+        event["s"] for event in events if (event["event"], event["attempt"]) == (name, attempt)
+    )
+
+
+def own_start_s(events: Sequence[Any]) -> float:
+    """Return how long the first attempt took from its start to its first step."""
+    return first(events, "step", 0) - first(events, "start", 0)
+
+
+def ours(hang_after: float) -> tuple[float, float]:
+    """Return the time from the verdict to the next step, and the script's own start, in s."""
+    from rankcall.run.recoveries import read_recoveries
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [str(BIN / "rankcall"), "run", "--on-hang", "recover", "--run-dir", "run"]
+        command += ["--hang-after", f"{hang_after:g}", "--nproc-per-node", "2"]
+        events = run_job(command, folder, 0.0)
+        (agent,) = read_recoveries(folder / "run")
+        return first(events, "step", 1) - agent.ends[0].verdict_ns / 1e9, own_start_s(events)
+
+
+def torchruns(hang_after: float) -> float:
+    """Return the same time below torchrun, whose verdict is the timeout of the process group."""
+    with tempfile.TemporaryDirectory() as name:
+        command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "3"]
+        events = run_job(command, Path(name), hang_after)
+        return first(events, "step", 1) - first(events, "verdict", 0)
+
+
+def ft_launchers(program: Path, hang_after: float) -> float:
+    """Return the same time below NVRx's launcher, whose verdict is that heartbeats are late."""
+    with tempfile.TemporaryDirectory() as name:
+        command = [str(program), "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+        command += ["--ft-param-initial_rank_heartbeat_timeout=300"]
+        command += [f"--ft-param-rank_heartbeat_timeout={hang_after:g}"]
+        command += ["--ft-param-workload_check_interval=0.5"]
+        events = run_job(command, Path(name), 0.0, "heartbeats")
+        return first(events, "step", 1) - first(events, "fault", 0) - hang_after
+
+
+def main() -> None:
+    """Run the job below each launcher in turns, and print the medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hang-after", type=float, default=5.0, help="seconds")
+    parser.add_argument("--ft-launcher", type=Path, help="NVRx's program, in any environment")
+    options = parser.parse_args()
+    times: dict[str, list[float]] = {"rankcall": [], "torchrun": [], "ft_launcher": []}
+    starts = []
+    for _ in range(options.rounds):
+        seconds, start = ours(options.hang_after)
+        times["rankcall"].append(seconds)
+        starts.append(start)
+        times["torchrun"].append(torchruns(options.hang_after))
+        if options.ft_launcher:
+            times["ft_launcher"].append(ft_launchers(options.ft_launcher, options.hang_after))
+    medians = {name: statistics.median(values) for name, values in times.items() if values}
+    mine = medians.pop("rankcall")
+    figures = {
+        "verdict_to_step_s": round(mine, 3),
+        **{f"{name}_verdict_to_step_s": round(value, 3) for name, value in medians.items()},
+        "own_start_s": round(statistics.median(starts), 3),
+        "verdict_to_step_ratio": round(mine / min(medians.values()), 3),
+        "verdict_to_step_beyond_start_s": round(mine - statistics.median(starts), 3),
+        "rounds": options.rounds,
+        "hang_after_s": options.hang_after,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

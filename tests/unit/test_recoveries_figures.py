@@ -1,0 +1,121 @@
+"""Where the time of recoveries went: phases add up to the time without progress, and goodput."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankcall.analysis.recoveries import PHASES, Carried, FirstMoments
+from rankcall.record import RECORD
+from rankcall.run.recoveries import AttemptEnd, AttemptStart, Signature, file_of, note
+
+S = 1_000_000_000
+BOOT_NS = 7 * S  # the monotonic clock began so long after the epoch
+
+
+def ring(first_s: float, *calls: tuple[float, int], last_s: float = 100.0, dropped: int = 0) -> Any:
+    """Return a ring that began at a time, with calls as (time, step). Times are epoch seconds."""
+    records = np.zeros(len(calls), RECORD)
+    records["enqueued_ns"] = [int(at * S) - BOOT_NS for at, _ in calls]
+    records["step"] = [step for _, step in calls]
+    anchor_ns = int(first_s * S)
+    header = SimpleNamespace(
+        anchor_epoch_ns=anchor_ns,
+        anchor_mono_ns=anchor_ns - BOOT_NS,
+        last_sign_epoch_ns=int(last_s * S),
+    )
+    return SimpleNamespace(header=header, records=records, dropped=dropped)
+
+
+def end(decision: str = "restart", **more: Any) -> AttemptEnd:
+    """Return the end of an attempt that hung at 30 s and was gone at 38 s."""
+    moments = {"fault_ns": 30, "verdict_ns": 35, "ended_ns": 36, "noticed_ns": 37, "stopped_ns": 38}
+    return AttemptEnd(
+        0,
+        Signature("stopped"),
+        "machine",
+        decision=decision,
+        steps=20,
+        lost=5,
+        **{**{name: seconds * S for name, seconds in moments.items()}, **more},
+    )
+
+
+def carried(run_dir: Path, events: list[Any], *rings: Any) -> Carried:
+    """Return the recoveries of a run with these events and rings."""
+    for event in events:
+        note(file_of(run_dir, "node-a", 1), event)
+    moments = FirstMoments()
+    for one_ring in rings:
+        moments.add(one_ring)
+    return moments.finish(run_dir)
+
+
+STARTS = [AttemptStart(0, 10 * S), AttemptStart(1, 40 * S)]
+BEFORE = ring(11, (12, 0), (29, 20))
+
+
+def test_phases_of_a_recovery(tmp_path: Path) -> None:
+    """The first call and step of any rank count; the phases add up from the fault to the step."""
+    events = [STARTS[0], end(), STARTS[1]]
+    after = [ring(43, (47, 0), (50, 1), (51, 2)), ring(44, (46, 0), (52, 1))]
+    told = carried(tmp_path, events, BEFORE, *after)
+    (recovery,) = told.recoveries
+    assert dict(zip(PHASES, recovery.phases_s, strict=True)) == {
+        "verdict": 5.0,
+        "evidence": 1.0,
+        "end": 2.0,
+        "restart": 2.0,
+        "start": 6.0,
+        "step": 4.0,
+    }
+    assert recovery.down_s == told.down_s == 20.0
+    assert recovery.lost_s == pytest.approx(5.0)  # 5 of 20 steps, which took from 10 s to 30 s
+    assert told.elapsed_s == 90.0
+    assert told.goodput == pytest.approx(1 - 25 / 90)
+
+
+def test_a_crash_has_no_verdict(tmp_path: Path) -> None:
+    """Its fault is its end, so that the first two phases take no time."""
+    crash = end(fault_ns=36 * S, verdict_ns=0)
+    told = carried(tmp_path, [STARTS[0], crash, STARTS[1]], BEFORE, ring(43, (46, 0), (50, 1)))
+    assert told.recoveries[0].phases_s == (0.0, 0.0, 2.0, 2.0, 6.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "rings"),
+    [
+        ([STARTS[0], end(), STARTS[1]], [BEFORE, ring(43, (46, 0))]),  # no step so far
+        ([STARTS[0], end(), STARTS[1]], [BEFORE, ring(43, (46, 0), (50, 1), dropped=3)]),
+        ([STARTS[0], end()], [BEFORE, ring(43, (46, 0), (50, 1))]),  # no start was noted
+        ([end(), STARTS[1]], [BEFORE]),
+    ],
+)
+def test_what_is_not_known(events: list[Any], rings: list[Any], tmp_path: Path) -> None:
+    """A moment that is missing is no zero, and makes no figure of what it belongs to."""
+    told = carried(tmp_path, events, *rings)
+    assert len(told.recoveries) == 1
+    assert told.recoveries[0].down_s is None
+    assert told.goodput is None
+
+
+def test_the_next_attempt_only(tmp_path: Path) -> None:
+    """The first step of the attempt after next is not that of this recovery."""
+    events = [STARTS[0], end(), STARTS[1], AttemptStart(2, 60 * S)]
+    told = carried(tmp_path, events, BEFORE, ring(43, (46, 0)), ring(61, (65, 0), (66, 1)))
+    assert told.recoveries[0].phases_s[-1] is None
+
+
+def test_an_end_is_no_recovery(tmp_path: Path) -> None:
+    """A job that was stopped by the policy did not recover from that."""
+    assert carried(tmp_path, [STARTS[0], end("stop")], BEFORE).recoveries == []
+
+
+def test_a_run_without_recoveries(tmp_path: Path) -> None:
+    """There is nothing to say, and no share."""
+    told = carried(tmp_path, [], BEFORE)
+    assert (list(told.recoveries), told.goodput) == ([], None)
