@@ -88,6 +88,7 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_an_exception_that_comes_back(tmp_path: Path) -> None:
     """It is tried again once; then the job ends with 65, and says at which step and why."""
     ended = job(tmp_path, "raise")
