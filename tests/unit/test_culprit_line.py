@@ -16,7 +16,7 @@ from rankcall.job.keep import keep_verdict
 from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.report.html.first_screen import item_of_finding, verdict_of_finding
 from rankcall.report.standing import rows
-from rankcall.report.top import cells, lines_of
+from rankcall.report.top_lines import cells, lines_of
 from rankcall.run.load import load
 
 WORLD = group_of(4)

@@ -11,7 +11,8 @@ from worlds import write_world
 import golden
 from rankcall.analysis.looks import look
 from rankcall.cli import main
-from rankcall.report.top import bar, render
+from rankcall.report.top import render
+from rankcall.report.top_lines import bar
 from rankcall.run.load import load
 from rankcall.testing.model import Planted
 

@@ -27,7 +27,7 @@ from rankcall.export import export
 from rankcall.report import json as json_report
 from rankcall.report.html.first_screen import verdict_of_finding
 from rankcall.report.standing import rows
-from rankcall.report.top import cells, lines_of
+from rankcall.report.top_lines import cells, lines_of
 from rankcall.ring.tables import CallSite, UserLine, decode_site, encode_site
 from rankcall.run.load import load
 

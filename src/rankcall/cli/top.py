@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.looks import look
+from rankcall.analysis.snapshot import threads_in_calls
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.cli.common import (
     Attempt,
@@ -19,11 +20,19 @@ from rankcall.cli.common import (
     exit_with,
     open_run,
 )
-from rankcall.cli.keys import LEAVE, keys
+from rankcall.cli.keys import LEAVE, QUIT, keys
 from rankcall.report import top
+from rankcall.report.stack_lines import stack_lines
 from rankcall.run.load import Run, load
+from rankcall.run.stacks import stacks_of
 
 __all__ = ["command"]
+
+_NOTE = f"{LEAVE} · h: keys"
+_NO_STACK = (
+    "rank {}: no stack. It runs on another host, has ended, is stopped, or is not watched "
+    "(rankcall run) and py-spy is not installed here."
+)
 
 
 def command(
@@ -38,8 +47,9 @@ def command(
     """Show the state of every rank, until the job ends or you leave (q, Ctrl-C).
 
     Ranks at the same line share one row, so that thousands fit. If the output is not a terminal,
-    the view is printed once. Exits as diagnose does: with 0 if the last update shows a healthy job,
-    with 1 if it has findings.
+    the view is printed once. On a terminal, h shows the keys: choose a row, show its stack, sort,
+    filter, and one row for each rank. Exits as diagnose does: with 0 if the last update shows a
+    healthy job, with 1 if it has findings.
     """
     opened = open_run(run, attempt)
     diagnosis = look(opened, hang_after)
@@ -74,13 +84,41 @@ def _follow(
 
     console = Console(highlight=False)
     live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
-    with keys() as left_within, live, contextlib.suppress(KeyboardInterrupt):
+    choice, stack = top.Choice(), Stack()
+    with keys() as pressed_within, live, contextlib.suppress(KeyboardInterrupt):
         while diagnosis.snapshot.live:
-            live.update(top.view(diagnosis, console.width, LEAVE), refresh=True)
             began = time.monotonic()
+            while True:
+                lines = stack.lines(run, diagnosis, choice)
+                live.update(top.view(diagnosis, console.width, _NOTE, choice, lines), refresh=True)
+                pressed = pressed_within(max(0.0, interval - (time.monotonic() - began)))
+                for key in pressed:
+                    if key in (QUIT, "Q") and not choice.typing:
+                        raise KeyboardInterrupt
+                    choice = choice.press(key, diagnosis)
+                if not pressed and time.monotonic() - began >= interval:
+                    break
             again = load(run.source)
-            diagnosis = look(again if attempt is None else again.only(attempt), hang_after)
-            if left_within(max(0.0, interval - (time.monotonic() - began))):
-                break
+            run = again if attempt is None else again.only(attempt)
+            diagnosis = look(run, hang_after)
     _print(diagnosis)
     return diagnosis
+
+
+class Stack:
+    """The stack of the rank that the user chose, asked for once: the rank gets a signal for it."""
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._lines: list[str] = []
+
+    def lines(self, run: Run, diagnosis: Diagnosis, choice: top.Choice) -> list[str]:
+        """Return the lines to show; none if the user wants no stack."""
+        if not choice.stack or choice.rank is None:
+            self._rank, self._lines = None, []
+        elif choice.rank != self._rank:
+            self._rank = choice.rank
+            in_calls = threads_in_calls(diagnosis.snapshot)
+            stacks = stacks_of(run, [choice.rank], in_calls)
+            self._lines = stack_lines(stacks)[1:] if stacks else [_NO_STACK.format(choice.rank)]
+        return self._lines

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from rich.cells import cell_len
@@ -12,32 +11,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.snapshot import END_UNKNOWN, LEFT, RankPosition
+from rankcall.analysis.snapshot import END_UNKNOWN, LEFT
 from rankcall.analysis.verdicts.verdict import Verdict
-from rankcall.analysis.verdicts.wording import duration, numbered
+from rankcall.analysis.verdicts.wording import duration
 from rankcall.printable import clean
 from rankcall.report.fitting import cut
 from rankcall.report.formatting import as_text, digits, percent, plural, wrapped
 from rankcall.report.going import LONG
-from rankcall.report.standing import line_cell, named, no_call, ranks_cell, with_verb, world
+from rankcall.report.standing import named, world
+from rankcall.report.top_choice import HELP, Choice
+from rankcall.report.top_lines import Line, cells
 
-_ROWS = 12
-_BAR = 12
+_ROWS, _FEW_ROWS = 12, 4  # rows of ranks; fewer make room for a stack
 _STYLES = {"": "dim", LEFT: "dim", END_UNKNOWN: "italic cyan"}
-_FILL = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█")
-
-
-@dataclass(frozen=True)
-class Line:
-    """Ranks that are at the same line, in the same op; their sequence numbers may differ."""
-
-    places: tuple[RankPosition, ...]
-    named: bool
-
-    @property
-    def longest(self) -> float:
-        """For how long the first of them has been there, s."""
-        return max(place.age_s for place in self.places)
 
 
 def render(verdict: Verdict, width: int = 80) -> str:
@@ -45,20 +31,29 @@ def render(verdict: Verdict, width: int = 80) -> str:
     return as_text(lambda console: console.print(view(verdict, width)), width)
 
 
-def view(verdict: Verdict, width: int, note: str = "") -> RenderableType:
-    """Return the view as something to print; ``note`` stands at its foot."""
-    lines = lines_of(verdict)
-    parts: list[RenderableType] = [
-        _head(verdict, width),
-        Text(),
-        _verdict(verdict, width),
-        Text(),
-        Padding(_table(verdict, lines[:_ROWS], width - 2), (0, 0, 0, 2)),
-    ]
-    if len(lines) > _ROWS:
-        left = sum(len(line.places) for line in lines[_ROWS:])
-        more = f"and {plural(left, 'more rank')} at {plural(len(lines) - _ROWS, 'other line')}"
-        parts.append(Padding(Text(more, "dim"), (0, 0, 0, 2)))
+def view(
+    verdict: Verdict,
+    width: int,
+    note: str = "",
+    choice: Choice | None = None,
+    stack: Sequence[str] = (),
+) -> RenderableType:
+    """Return the view as something to print.
+
+    Args:
+        verdict: What is known of the job.
+        width: The columns of the terminal.
+        note: A line at the foot.
+        choice: The order, the filter and the row that the user chose.
+        stack: The lines of the stack that the user wants to see.
+    """
+    choice = choice or Choice()
+    parts: list[RenderableType] = [_head(verdict, width), Text(), _verdict(verdict, width), Text()]
+    if choice.help:
+        parts += [Text(f"{keys.ljust(40)} {does}") for keys, does in HELP]
+    else:
+        parts += _rows(verdict, width, choice, _FEW_ROWS if stack else _ROWS)
+        parts += [Text(), *(Text(cut(clean(line), width)) for line in stack)] if stack else []
     problems = verdict.problems
     if problems:
         text = clean(problems[0]) + (f" (and {len(problems) - 1:,} more)" if problems[1:] else "")
@@ -66,6 +61,29 @@ def view(verdict: Verdict, width: int, note: str = "") -> RenderableType:
     if note:
         parts += [Text(), Text(cut(note, width), "dim")]
     return Group(*parts)
+
+
+def _rows(verdict: Verdict, width: int, choice: Choice, most: int) -> Iterator[RenderableType]:
+    """Yield the table of the rows around the chosen one, what is left out, and the filter."""
+    lines = choice.lines(verdict)
+    at = choice.at(lines)
+    first = 0 if at is None else max(0, min(at - most // 2, len(lines) - most))
+    shown = lines[first : first + most]
+    chosen = None if at is None else at - first
+    yield Padding(_table(verdict, shown, width - 2, choice, chosen), (0, 0, 0, 2))
+    if len(lines) > len(shown):
+        left = sum(len(line.places) for line in lines[:first] + lines[first + most :])
+        where = plural(len(lines) - len(shown), "other row" if choice.apart else "other line")
+        yield Padding(Text(f"and {plural(left, 'more rank')} at {where}", "dim"), (0, 0, 0, 2))
+    if choice.typing or choice.only:
+        yield Text()
+        yield Text(cut(_filter(choice, lines), width), "bold")
+
+
+def _filter(choice: Choice, lines: Sequence[Line]) -> str:
+    ranks = plural(sum(len(line.places) for line in lines), "rank")
+    text = f"only rows with: {clean(choice.only)}{'_' if choice.typing else ''}"
+    return f"{text}  ({ranks}; {'enter keeps it, ' if choice.typing else ''}escape drops it)"
 
 
 def _head(verdict: Verdict, width: int) -> RenderableType:
@@ -123,28 +141,9 @@ def _culprits(ranks: Sequence[int]) -> str:
     return named(ranks) if ranks else "nobody in particular"
 
 
-def lines_of(verdict: Verdict) -> list[Line]:
-    """Put ranks at the same line together: culprits first, then the many, then the few."""
-    culprits = verdict.culprits
-    alike: dict[tuple[object, ...], list[RankPosition]] = {}
-    for place in verdict.ranks:
-        # While all ranks go on, "between two calls" and "in the next one" are one row.
-        moving = not verdict.findings
-        key = (
-            place.rank in culprits,
-            place.shown_state,
-            place.how if place.failed or not moving else "",
-            place.op,
-            place.call_site,
-            place.user_line,
-            verdict.stands_at(place),
-        )
-        alike.setdefault(key, []).append(place)
-    lines = [Line(tuple(places), places[0].rank in culprits) for places in alike.values()]
-    return sorted(lines, key=lambda line: (not line.named, -len(line.places), line.places[0].rank))
-
-
-def _table(verdict: Verdict, lines: Sequence[Line], width: int) -> RenderableType:
+def _table(
+    verdict: Verdict, lines: Sequence[Line], width: int, choice: Choice, chosen: int | None
+) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, justify in (
         ("ranks", "left"),
@@ -155,8 +154,9 @@ def _table(verdict: Verdict, lines: Sequence[Line], width: int) -> RenderableTyp
         ("for", "right"),
     ):
         folds = name == "line"
+        mark = ("▲" if choice.backwards else "▼") if name and name == choice.order else ""
         table.add_column(
-            name,
+            name + mark,
             justify=justify,  # type: ignore[arg-type]
             no_wrap=not folds,
             overflow="fold" if folds else "ellipsis",
@@ -168,40 +168,10 @@ def _table(verdict: Verdict, lines: Sequence[Line], width: int) -> RenderableTyp
     place = max((cell_len(row[4]) for row in rows), default=0)  # not cut: it folds
     call = max((len(row[3]) for row in rows), default=0)
     call = min(call, max(room - place, room // 2))
-    for line, row in zip(lines, rows, strict=True):
+    for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
         style = "bold red" if line.named else _STYLES.get(line.places[0].how, "")
         row[3] = cut(row[3], call)
         texts = [Text(clean(cell)) for cell in row]
         texts[1] = Text(row[1], "red" if line.named else "cyan")
-        table.add_row(*texts, style=style)
+        table.add_row(*texts, style=f"{style} reverse".strip() if number == chosen else style)
     return table
-
-
-def cells(verdict: Verdict, line: Line, total: int) -> list[str]:
-    """Return a row: ranks, a bar, the state, the call, the line, and for how long."""
-    first, moving = line.places[0], not verdict.findings
-    seqs = sorted({place.seq for place in line.places})
-    name = numbered(first.op, seqs[0])
-    if len(seqs) > 1:
-        name = f"{first.op} #{seqs[0]}–{seqs[-1]}"
-    if not first.op:
-        call = no_call(first)
-    elif moving and not first.failed:
-        call = name
-    else:
-        call = with_verb(first.how, name)
-    ages = "" if not first.op or (moving and line.longest < 1) else duration(line.longest)
-    return [
-        ranks_cell([place.rank for place in line.places]),
-        bar(len(line.places) / total),
-        first.shown_state,
-        call,
-        line_cell(verdict, first),
-        ages,
-    ]
-
-
-def bar(share: float) -> str:
-    """Draw a share as a bar of at most twelve columns; a share above 0 is always visible."""
-    eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
-    return _FILL[8] * (eighths // 8) + _FILL[eighths % 8]

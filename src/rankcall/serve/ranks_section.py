@@ -10,9 +10,9 @@ from typing import Any
 from rankcall.analysis.snapshot import END_UNKNOWN, RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.printable import clean
-from rankcall.report import top
 from rankcall.report.formatting import plural
 from rankcall.report.standing import shortened_ranks
+from rankcall.report.top_lines import Line, cells
 
 _MOST_RANK_CELLS = 2048  # with more ranks, a cell is a host
 _MOST_PLACES = 24  # rows of the table
@@ -50,7 +50,7 @@ class HostCells:
     cells: tuple[Cell, ...]
 
 
-def grid(verdict: Verdict, lines: Sequence[top.Line]) -> dict[str, Any]:
+def grid(verdict: Verdict, lines: Sequence[Line]) -> dict[str, Any]:
     """Return a cell for each rank, or for each host of a large job, by host."""
     place_of = {place.rank: n for n, line in enumerate(lines) for place in line.places}
     culprits = verdict.culprits
@@ -99,16 +99,16 @@ def _host_cell(host: HostCells) -> Cell:
     return Cell(label, worst.standing, worst.place)
 
 
-def _tip(line: top.Line, verdict: Verdict) -> str:
+def _tip(line: Line, verdict: Verdict) -> str:
     """Return what the tip of a rank says, after the rank's number and host."""
     cells = _row(line, verdict)
     where = f" at {cells['line']}" if cells["line"] else ""
     return ", ".join(filter(None, (cells["state"], f"{cells['call']}{where}")))
 
 
-def _row(line: top.Line, verdict: Verdict) -> dict[str, str]:
+def _row(line: Line, verdict: Verdict) -> dict[str, str]:
     total = max(1, len(verdict.ranks))
-    _, _, state, call, name, age = top.cells(verdict, line, total)
+    _, _, state, call, name, age = cells(verdict, line, total)
     return {
         "state": clean(state),
         "call": clean(call),
@@ -118,7 +118,7 @@ def _row(line: top.Line, verdict: Verdict) -> dict[str, str]:
     }
 
 
-def places(verdict: Verdict, lines: Sequence[top.Line]) -> dict[str, Any]:
+def places(verdict: Verdict, lines: Sequence[Line]) -> dict[str, Any]:
     """Return the table of the lines at which ranks are: culprits first, then the many."""
     total = max(1, len(verdict.ranks))
     rows = [

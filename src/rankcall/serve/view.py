@@ -8,10 +8,10 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall.printable import clean
-from rankcall.report import top
 from rankcall.report.html import asset, digest, environment
 from rankcall.report.html.first_screen import item_of_finding
 from rankcall.report.html.stacks import clock, stack_rows
+from rankcall.report.top_lines import lines_of
 from rankcall.serve.figures_section import charts
 from rankcall.serve.history import History
 from rankcall.serve.live_run import LIVE, Look
@@ -79,7 +79,7 @@ def sections(look: Look, history: History) -> dict[str, str]:
     if verdict is None:
         nothing = dict.fromkeys(SECTIONS, "")
         return {**nothing, "verdict": parts.verdict(run_lines(look), title(look), [], [])}
-    lines = top.lines_of(verdict)
+    lines = lines_of(verdict)
     return {
         "verdict": parts.verdict(
             run_lines(look),
