@@ -44,6 +44,27 @@ def test_all_killed_at_once(tmp_path: Path) -> None:
     assert copied.findings[0].confidence == "possible"
 
 
+def test_a_rank_that_comes_after_others_were_killed(tmp_path: Path) -> None:
+    """It waited from when it came until its call failed; the others were there until they died."""
+    calls = [
+        *THREE_ENDED,
+        *unfinished(WORLD, 4, (1, 2, 3), 5 * SECOND, line=7),
+        Call(0, 4, 8 * SECOND, 8 * SECOND + 500 * MS, group=WORLD, line=7, status="failed"),
+    ]
+    diagnosis = diagnose_calls(
+        tmp_path,
+        calls,
+        states=dict.fromkeys(range(4), "gone"),
+        exits={**dict.fromkeys((1, 2, 3), (-9, 6.0)), 0: (1, 10.0)},
+        seconds=10,
+    )
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.ranks, finding.victims) == ("dead", (1, 2, 3), (0,))
+    assert "1 rank had waited 0.5 s for them in all_reduce #4" in finding.summary
+    in_call = [line.rpartition(" for ")[2] for line in finding.evidence if "in all_reduce" in line]
+    assert in_call == ["1.0 s"] * 3 + ["0.5 s"], finding.evidence
+
+
 def test_gone_between_two_calls(tmp_path: Path) -> None:
     """Ranks that ended between two calls may have used os._exit, so there is no finding."""
     gone, beats = dict.fromkeys(range(4), "gone"), dict.fromkeys(range(4), 70.0)

@@ -312,6 +312,9 @@ def last_call(snapshot: Snapshot, rank: int) -> Fact:
     row, how = int(rows[own.rows[0]]), own.how[0]
     ended, age = (float(snapshot.calls[name][row]) for name in ("ended_s", "age_s"))
     seconds: float | None = age if how in (IN, END_UNKNOWN) else ended
+    gone_s = snapshot.ranks[rank].gone_s
+    if how == IN and gone_s is not None:  # it was in the call until it ended
+        seconds = max(0.0, age - gone_s)
     if how == LEFT and np.isnan(ended):  # a device's call can have ended without a time
         seconds = None
     return Fact(_LAST[how], ranks, call_of(snapshot, row), number=seconds, unit="s")

@@ -6,9 +6,12 @@ gives the next step to take. Reports take all of that from the finding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
 from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values_of
@@ -245,6 +248,8 @@ def _held_up(
     if wait is None or not victims:
         return []
     there = sorted(set(wait.waiters) & set(victims))
+    if there:  # not the culprits' own wait, which may have begun long before
+        held_s = _waited_s(snapshot, wait, there, held_s)
     elsewhere = sorted(set(victims) - set(there))
     facts = [
         Fact(
@@ -261,6 +266,27 @@ def _held_up(
     return facts
 
 
+def _waited_s(
+    snapshot: Snapshot, wait: Wait, ranks: Sequence[int], most: float = math.inf
+) -> float:
+    """Return how long some of the waiting ranks have waited, the longest of them.
+
+    A call that has failed waits no longer, however long ago that was.
+
+    Args:
+        snapshot: The job.
+        wait: The wait.
+        ranks: Some of its ranks.
+        most: For how long the wait has been held up by those whom the sentence is about.
+    """
+    calls = snapshot.calls
+    rows = wait.rows[np.isin(calls["rank"][wait.rows], ranks)]
+    if not len(rows):
+        return min(wait.age_s, most)
+    since_end = np.nan_to_num(calls["ended_s"][rows], nan=0.0)
+    return float(np.maximum(np.minimum(calls["age_s"][rows], most) - since_end, 0.0).max())
+
+
 def _waiting(evidence: HangEvidence, ranks: Sequence[int], waits: Sequence[Wait]) -> list[Fact]:
     """Return the culprits' last calls, and the calls that other ranks wait for them in."""
     snapshot = evidence.snapshot
@@ -273,7 +299,7 @@ def _waiting(evidence: HangEvidence, ranks: Sequence[int], waits: Sequence[Wait]
                     Relation.WAITS_IN,
                     ranks_of(snapshot, waiting),
                     call_of_wait(snapshot, wait),
-                    number=wait.age_s,
+                    number=_waited_s(snapshot, wait, waiting),
                     unit="s",
                 )
             )
