@@ -19,7 +19,7 @@ from rankcall.cli import run as run_command
 from rankcall.cli.commands import COMMANDS
 from rankcall.cli.job_options import OPTIONS, JobOptions, Reaction, TraceMode
 
-READERS = ("report", "diagnose", "export", "top", "serve")
+READERS = ("report", "diagnose", "explain-policy", "export", "top", "serve")
 TYPES = re.compile(r"<(?:list|int|float|str|path|bool|Path)\b")
 
 
@@ -68,7 +68,7 @@ def test_groups(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     groups = re.findall(r"^([A-Z][\w-]+):\n((?:  .*\n)+)", text, re.MULTILINE)
     assert [name for name, _ in groups] == ["Options", "Record", "Read", "Serve", "House-keeping"]
-    listed = [name for _, body in groups[1:] for name in re.findall(r"^  (\w+)  ", body, re.M)]
+    listed = [name for _, body in groups[1:] for name in re.findall(r"^  ([\w-]+)  ", body, re.M)]
     assert sorted(listed) == sorted(COMMANDS)
     assert "archive" in text
 
