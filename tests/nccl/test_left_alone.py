@@ -128,7 +128,7 @@ def test_device_times_only_use_events(counted_jobs: RecordedJobs) -> None:
         "issued": (34, 7),
         "issued by a thread": (10, 7),
         "captured": (0, 0),
-        "hung": (300, 1),
+        "hung": (300, 1),  # were each asked for, they would be 45,000
     }
     for rank in (0, 1):
         assert timed[rank]["threads of rankcall"] > 0
@@ -137,5 +137,6 @@ def test_device_times_only_use_events(counted_jobs: RecordedJobs) -> None:
             more = Counter(added(usual[rank], timed[rank], phase))
             assert more.keys() <= allowed, (rank, phase, more)
             assert more["cudaEventRecord"] + more["cudaEventRecordWithFlags"] <= 2 * ops
-            assert more["cudaEventQuery"] <= queries * ops + 8, (rank, phase, more)
+            # The ends of a phase's last ops are found in the next one.
+            assert more["cudaEventQuery"] <= queries * ops + 7 * 44, (rank, phase, more)
         assert added(usual[rank], timed[rank], "issued")["cudaEventElapsedTime"] > 10

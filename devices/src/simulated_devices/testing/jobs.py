@@ -124,8 +124,8 @@ class Zygote:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
-        self._process.wait(30)
-        self._reader.join(30)
+        self._process.wait(200)
+        self._reader.join(200)
         self._process.stdout.close()
 
     def _read(self) -> None:
