@@ -97,7 +97,7 @@ def test_nodes_agree_on_a_name(
 
 def test_missing_ranks_are_named() -> None:
     """By their rank; of several nodes only this one's are known, and they are consecutive."""
-    assert run._missing(JOB, [header(0, 0), header(2, 2)]) == "rank 1,3"
+    assert run._missing(JOB, [header(0, 0), header(2, 2)]) == "ranks 1 and 3"
     assert run._missing(JOB, [header(rank, rank) for rank in range(4)]) == ""
     nodes = replace(JOB, max_nodes=2)
     assert run._missing(nodes, [header(rank, rank - 4) for rank in (4, 5, 7)]) == "rank 6"
