@@ -61,8 +61,10 @@ def _largest(
         usual = float(np.median(compared[lines])) if lines in compared else 0.0
         excess[lines] = float(lasted.sum()) - len(lasted) * usual
     whole = sum(float(lasted.sum()) for lasted in between.values())
-    lines = max(excess, key=lambda key: excess[key], default=None)
-    if lines is None or excess[lines] < _WORTH_IT * whole or len(between[lines]) < _FEWEST:
+    if not excess:
+        return None
+    lines = max(excess, key=lambda key: excess[key])
+    if excess[lines] < _WORTH_IT * whole or len(between[lines]) < _FEWEST:
         return None
     lasted, usual_ns = between[lines], compared.get(lines)
     return Gap(
