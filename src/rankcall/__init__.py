@@ -20,6 +20,7 @@ _HOME = {
     "expect": "rankcall.capture.phases",
     "load": "rankcall.run.load",
     "previous_attempt": "rankcall.recovery.previous",
+    "phase": "rankcall.capture.named_phases",
     "within": "rankcall.job.call_deadline",
 }
 _MODULES = ("errors", "hooks", "join", "rpc", "store", "trace", "watch")
@@ -36,6 +37,7 @@ __all__ = [
     "hooks",
     "join",
     "load",
+    "phase",
     "previous_attempt",
     "rpc",
     "store",
@@ -47,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from rankcall import errors, hooks, rpc, store
     from rankcall.capture.checkpoints import checkpointed
+    from rankcall.capture.named_phases import phase
     from rankcall.capture.phases import expect
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from rankcall.analysis.node_snapshot import NodeSnapshot, decode, encode, merge
 from rankcall.analysis.snapshot import RankState, no_calls
 from rankcall.analysis.spent import LATELY, SINCE, SPENT, RankSamples, Spending, spent_in
-from rankcall.ring.layout import SAMPLE, SAMPLE_COUNTERS
+from rankcall.ring.layout import PHASE_COUNTERS, SAMPLE, SAMPLE_COUNTERS
 from rankcall.ring.samples import Samples
 
+_OF_THREAD = ("runnable_ns", "disk_wait_ns", *PHASE_COUNTERS)
 ALL = (1 << len(SAMPLE_COUNTERS)) - 1
 S = 1_000_000_000
 NAN, INFINITE = float("nan"), float("inf")
@@ -52,7 +53,7 @@ def expected(
     for before, after in pairwise(rows):
         if not (before[2] & bit and after[2] & bit):
             continue
-        if name in ("runnable_ns", "disk_wait_ns") and before[1] != after[1]:
+        if name in _OF_THREAD and before[1] != after[1]:
             continue
         is_known = True
         each = (after[3][name] - before[3][name]) / (after[0] - before[0])

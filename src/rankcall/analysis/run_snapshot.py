@@ -115,7 +115,7 @@ class SnapshotBuilder:
         self._kept.append(window)
         runs_until = max(beats(head)) if state in (GONE, UNKNOWN) else moment
         times = window.first_ns, window.last_ns, head.gc_since_ns, runs_until
-        self._samples.append(RankSamples(head.rank, ring.samples, *times))
+        self._samples.append(RankSamples(head.rank, ring.samples, *times, head.phase_names))
         self._seen[head.rank] = SeenRing(
             head,
             state,

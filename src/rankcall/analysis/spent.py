@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.ring.layout import SAMPLE_COUNTERS
+from rankcall.ring.layout import PHASE_COUNTERS, SAMPLE_COUNTERS
 from rankcall.ring.samples import Samples
 
 LATELY, SINCE = 0, 1
@@ -24,6 +24,7 @@ SPENT = np.dtype(
     [
         ("rank", "<i4"),
         ("window", "<i4"),
+        ("phases", "S144"),  # UTF-8: the names of its phases, a line each
         ("seconds", "<f8"),  # that the samples are about, up to the newest one
         # In s; NaN: not known.
         ("gc_s", "<f8"),  # in garbage collections
@@ -33,12 +34,15 @@ SPENT = np.dtype(
         ("disk_wait_s", "<f8"),  # its training thread waited for a disk
         ("memory_stall_s", "<f8"),  # some task of its cgroup waited for memory
         ("io_stall_s", "<f8"),  # some task of its cgroup waited for I/O
+        # Its training thread was in the phase of that number.
+        *((f"{name.removesuffix('_ns')}_s", "<f8") for name in PHASE_COUNTERS),
     ]
 )
 Spent = npt.NDArray[Any]
-TIMES = (SPENT.names or ())[2:]
+TIMES = (SPENT.names or ())[3:]
 _COUNTERS = TIMES[1:]
-_OF_THREAD = frozenset(("runnable_s", "disk_wait_s"))
+PHASES = TIMES[-len(PHASE_COUNTERS) :]
+_OF_THREAD = frozenset(("runnable_s", "disk_wait_s", *PHASES))
 _OF_ALL_CPUS = frozenset(("throttled_s",))  # a sum, which may be longer than the time
 _S = 1e9
 
@@ -48,7 +52,7 @@ class RankSamples(NamedTuple):
 
     ``first_ns`` is when its oldest call on record was issued, ``last_ns`` when it last issued or
     left one. ``gc_since_ns``: since when a full collection runs; 0 if none does. ``until_ns``: when
-    the process was last known to run.
+    the process was last known to run. ``phases``: the names of its phases, a line each.
     """
 
     rank: int
@@ -57,6 +61,7 @@ class RankSamples(NamedTuple):
     last_ns: int
     gc_since_ns: int
     until_ns: int
+    phases: str = ""
 
 
 @dataclass
@@ -78,11 +83,21 @@ class Spending:
         return np.concatenate(rows)
 
 
+def time_in_phase(spent: Spent, name: bytes) -> npt.NDArray[np.float64]:
+    """Return the time that each row's rank spent in a phase of this name; NaN: not known."""
+    seconds = np.full(len(spent), np.nan)
+    for number, row in enumerate(spent):
+        names = bytes(row["phases"]).split(b"\n")[: len(PHASES)]
+        if name in names:
+            seconds[number] = row[PHASES[names.index(name)]]
+    return seconds
+
+
 def spent_in(rank: RankSamples, window: int) -> Spent:
     """Return the row of a rank and a window; no row if no samples are about it."""
     begin_ns = max(rank.first_ns if window == LATELY else rank.last_ns, 0)
     row = np.zeros(1, SPENT)
-    row["rank"], row["window"] = rank.rank, window
+    row["rank"], row["window"], row["phases"] = rank.rank, window, rank.phases.encode()
     times = rank.samples["time_ns"].astype(np.float64)
     lengths = np.diff(times)
     # Which part of each time between two samples is in the window.

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rankcall.capture import named_phases
 from rankcall.capture.cgroup import limited_cgroup, own_cgroup
 from rankcall.ring.layout import Geometry
 from rankcall.ring.samples import SampleWriter
-from rankcall.ring.writer import put
+from rankcall.ring.writer import put, put_text
 
 _FULL = 2  # the oldest generation: a collection of it visits every object
 _MOST_BYTES = 4096  # of a file; all of these are shorter
@@ -39,6 +40,7 @@ class Sampler:
         self._ring = ring
         self._writer = SampleWriter(ring, geometry)
         self._gc_ns, self._full_gc_ns, self._gc_began_ns = 0, 0, 0
+        self._names = ""
         self._of_process: list[tuple[str, Parse]] = []
         self._callback: Callable[[str, dict[str, Any]], None] | None = None  # in gc.callbacks
 
@@ -67,9 +69,17 @@ class Sampler:
             task = f"/proc/self/task/{thread}"
             counters.update(_read(f"{task}/schedstat", _schedule))
             counters.update(_read(f"{task}/stat", _disk))
+            counters.update(named_phases.spent_by(thread))
         for path, parse in self._of_process:
             counters.update(_read(path, parse))
+        self._write_names()
         self._writer.write(time.monotonic_ns(), thread, counters)
+
+    def _write_names(self) -> None:
+        names = named_phases.names()
+        if names != self._names:
+            self._names = names
+            put_text(self._ring, "phase_names", names)
 
     def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
         # On the thread that collects. Collections do not nest, and the GIL orders them.

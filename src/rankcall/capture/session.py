@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from rankcall import background
-from rankcall.capture import phases
+from rankcall.capture import named_phases, phases
 from rankcall.capture.recording import Recording
 from rankcall.capture.settings import Settings, read_settings
 from rankcall.errors import TorchMissingError
@@ -165,6 +165,7 @@ def _in_forked_child() -> None:
     _state.registered = True
     _inherited.append(old)
     phases.forget()
+    named_phases.forget()
     if old.recording is not None:
         old.recording.forget()
 

@@ -51,11 +51,13 @@ DEFAULT_TABLES_BYTES = 1 << 20
 _LEAST_CAPACITY = 1 << 8
 _LEAST_INFLIGHT = 1 << 6
 _LEAST_TABLES_BYTES = 1 << 16
-DEFAULT_SAMPLES = 1 << 8  # 22 KiB: two minutes at two a second
+DEFAULT_SAMPLES = 1 << 8  # 30 KiB: two minutes at two a second
 MAX_SAMPLES = 1 << 16
+_SAMPLE_BYTES_BEFORE = 88  # in rings of rankcall 0.2.0, which have no phases
+_MOST_SAMPLE_BYTES = 1 << 12
 
 # What a sample counts, since some moment in the past. Times are in ns.
-SAMPLE_COUNTERS = (
+_MEASURED = (
     "gc_ns",  # in garbage collections of the young generations, of the whole process
     "full_gc_ns",  # in full collections
     "runnable_ns",  # the thread that trains was ready to run, and not on a CPU
@@ -64,6 +66,9 @@ SAMPLE_COUNTERS = (
     "memory_stall_ns",  # tasks of the cgroup waited for memory
     "io_stall_ns",  # tasks of the cgroup waited for I/O
 )
+# How long the thread that trains was in each phase that the program has named; see ``phase_names``.
+PHASE_COUNTERS = ("phase_0_ns", "phase_1_ns", "phase_2_ns", "phase_3_ns")
+SAMPLE_COUNTERS = (*_MEASURED, *PHASE_COUNTERS)
 SAMPLE = np.dtype(
     [
         ("number", "<u8"),  # from 1; 0: being written
@@ -132,6 +137,8 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "train_thread": ("<u4", 3520),  # kernel id of the thread that trains; 0: not known
     "sample_capacity": ("<u4", 3524),  # 0 in rings of rankcall 0.1
     "samples": ("<u8", 3528),  # written so far
+    "sample_bytes": ("<u4", 3648),  # of one; 0 in rings of rankcall 0.2.0
+    "phase_names": ("S144", 3712),  # UTF-8: the phases that the program names, a line each
     "gc_since_ns": ("<i8", 3536),  # CLOCK_MONOTONIC; a full collection runs since then; 0: none
     "saved": ("<u8", 3544),  # 1 + the step that the program last saved; 0: it has not said so
     "saved_at": ("<u8", 3552),  # ``step`` when it said so
@@ -181,6 +188,7 @@ class Geometry:
     inflight_capacity: int = DEFAULT_INFLIGHT
     tables_bytes: int = DEFAULT_TABLES_BYTES
     sample_capacity: int = 0  # without room for them, a ring has none
+    sample_bytes: int = SAMPLE.itemsize
 
     @cached_property
     def inflight_offset(self) -> int:
@@ -200,7 +208,7 @@ class Geometry:
     @cached_property
     def records_offset(self) -> int:
         """Bytes before the first record."""
-        return self.samples_offset + self.sample_capacity * SAMPLE.itemsize
+        return self.samples_offset + self.sample_capacity * self.sample_bytes
 
     @cached_property
     def file_bytes(self) -> int:
@@ -274,6 +282,7 @@ class Header:
     saved_at: int = 0
     in_call_ns: int = 0
     in_call: int = 0
+    phase_names: str = ""
 
     @property
     def process(self) -> Process:
@@ -314,6 +323,7 @@ def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
         "inflight_capacity": geometry.inflight_capacity,
         "tables_bytes": geometry.tables_bytes,
         "sample_capacity": geometry.sample_capacity,
+        "sample_bytes": geometry.sample_bytes,
         "file_bytes": geometry.file_bytes,
     }
     for name, value in {**sizes, **values}.items():
@@ -336,6 +346,7 @@ def parse_header(raw: bytes, name: str) -> Header:
         header["inflight_capacity"],
         header["tables_bytes"],
         header["sample_capacity"],
+        header["sample_bytes"] or _SAMPLE_BYTES_BEFORE,
     )
     sizes_ok = (
         header["header_bytes"] == HEADER_BYTES
@@ -346,6 +357,7 @@ def parse_header(raw: bytes, name: str) -> Header:
         and shape.tables_bytes <= MAX_TABLES_BYTES
         and shape.tables_bytes % 8 == 0
         and shape.sample_capacity <= MAX_SAMPLES
+        and shape.sample_bytes <= _MOST_SAMPLE_BYTES
         # A file that was compacted when it was moved ends after its last record.
         and shape.records_offset <= header["file_bytes"] <= shape.file_bytes
     )

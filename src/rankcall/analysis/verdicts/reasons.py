@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.snapshot import Snapshot
-from rankcall.analysis.spent import LATELY, SINCE, Spent
+from rankcall.analysis.spent import LATELY, PHASES, SINCE, Spent, time_in_phase
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.printable import clean
 
 _LEAST = 0.5  # of the lateness: what explains less is not the cause
 _LEAST_S = 1.0  # samples of a shorter time say too little
@@ -34,6 +35,11 @@ def reasons_for_absence(snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
         share = float((seconds / mine["seconds"]).min())
         if share >= _LEAST:
             return [_fact(snapshot, ranks, cause, share, float(seconds[0]), mine)]
+    for name in _phases_in(mine):
+        seconds = time_in_phase(mine, name)
+        share = float((seconds / mine["seconds"]).min())
+        if share >= _LEAST:
+            return [_fact(snapshot, ranks, "phase", share, float(seconds[0]), mine, name)]
     return []
 
 
@@ -60,7 +66,23 @@ def reasons_for_lateness(snapshot: Snapshot, ranks: Sequence[int], late_share: f
         if more >= _LEAST * late_share:
             share = min(1.0, more / late_share)
             return [_fact(snapshot, ranks, cause, share, float(_seconds(mine, cause)[0]), mine)]
+    for name in _phases_in(mine):
+        seconds = time_in_phase(mine, name)
+        usual = time_in_phase(others, name) / others["seconds"]
+        usual = usual[~np.isnan(usual)]  # a rank that never was in it is no measure
+        if not len(usual):
+            continue
+        more = float((seconds / mine["seconds"] - np.median(usual)).min())
+        if more >= _LEAST * late_share:
+            share = min(1.0, more / late_share)
+            return [_fact(snapshot, ranks, "phase", share, float(seconds[0]), mine, name)]
     return []
+
+
+def _phases_in(spent: Spent) -> list[bytes]:
+    """Return the names of the phases of the first rank, that with the most time first."""
+    names = [name for name in bytes(spent["phases"][0]).split(b"\n")[: len(PHASES)] if name]
+    return sorted(names, key=lambda name: -float(np.nan_to_num(time_in_phase(spent[:1], name))[0]))
 
 
 _ADVICE = {
@@ -73,6 +95,7 @@ _ADVICE = {
     "disk": "See which files it reads or writes on {host}, and how busy that disk is.",
     "memory": "{host} is short of memory: see what else runs there, and the container's limit.",
     "io": "See which files it reads or writes on {host}, and how busy that disk is.",
+    "phase": "Look at what {its} program does in that phase, and at its inputs there.",
 }
 
 
@@ -114,12 +137,20 @@ def _seconds(spent: Spent, cause: str) -> Floats:
 
 
 def _fact(
-    snapshot: Snapshot, ranks: Sequence[int], cause: str, share: float, seconds: float, rows: Spent
+    snapshot: Snapshot,
+    ranks: Sequence[int],
+    cause: str,
+    share: float,
+    seconds: float,
+    rows: Spent,
+    name: bytes = b"",
 ) -> Fact:
     values = [("cause", cause), ("of_s", repr(float(rows["seconds"][0])))]
     values.append(("seconds", repr(seconds)))
     if cause == "gc" and rows["full_gc_s"][0] >= rows["gc_s"][0] / 2:
         values.append(("full", "yes"))
+    if name:
+        values.append(("name", clean(name.decode("utf-8", "replace"))))
     subject = ranks_of(snapshot, ranks)
     window = int(rows["window"][0])
     relation = Relation.LATE_BECAUSE if window == LATELY else Relation.ABSENT_BECAUSE

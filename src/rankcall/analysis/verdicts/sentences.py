@@ -487,12 +487,13 @@ _SPENT_ON = {
     "disk": "waiting for a disk",
     "memory": "while tasks of {its} cgroup waited for memory",
     "io": "while tasks of {its} cgroup waited for I/O",
+    "phase": "in {its} phase {name!r}",
 }
 
 
 def _spent_on(fact: Fact) -> str:
     its = verbs_for(len(who(fact).numbers), live=True).its
-    text = _SPENT_ON[fact.value("cause")].format(its=its)
+    text = _SPENT_ON[fact.value("cause")].format(its=its, name=fact.value("name"))
     return f"{text} (mostly full collections)" if fact.value("full") else text
 
 
