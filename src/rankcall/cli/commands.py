@@ -60,6 +60,14 @@ COMMANDS = {
             ("rankcall explain-policy run.tar.zst", "would a restart have helped?"),
         ),
     ),
+    "compare": Entry(
+        _READ,
+        "Say what differs between two runs, or since when one run is slower.",
+        (
+            ("rankcall compare old.tar.zst new.tar.zst", "two runs"),
+            ("rankcall compare rankcall-runs/latest", "changes within one run"),
+        ),
+    ),
     "export": Entry(
         _READ,
         "Write a run's records for Perfetto, as Parquet or JSON lines.",
