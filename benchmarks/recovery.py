@@ -103,7 +103,9 @@ def run_job(command: Sequence[str], folder: Path, timeout_s: float, *more: str) 
 def first(events: Sequence[Any], name: str, attempt: int) -> float:
     """Return when an event came first in an attempt, in s since the epoch."""
     return min(
-        event["s"] for event in events if (event["event"], event["attempt"]) == (name, attempt)
+        float(event["s"])
+        for event in events
+        if (event["event"], event["attempt"]) == (name, attempt)
     )
 
 

@@ -23,6 +23,7 @@ from rankcall.cli.common import (
 from rankcall.cli.keys import LEAVE, QUIT, keys
 from rankcall.report import top
 from rankcall.report.stack_lines import stack_lines
+from rankcall.report.top_choice import Choice
 from rankcall.run.load import Run, load
 from rankcall.run.stacks import stacks_of
 
@@ -84,7 +85,7 @@ def _follow(
 
     console = Console(highlight=False)
     live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
-    choice, stack = top.Choice(), Stack()
+    choice, stack = Choice(), Stack()
     with keys() as pressed_within, live, contextlib.suppress(KeyboardInterrupt):
         while diagnosis.snapshot.live:
             began = time.monotonic()
@@ -112,7 +113,7 @@ class Stack:
         self._rank: int | None = None
         self._lines: list[str] = []
 
-    def lines(self, run: Run, diagnosis: Diagnosis, choice: top.Choice) -> list[str]:
+    def lines(self, run: Run, diagnosis: Diagnosis, choice: Choice) -> list[str]:
         """Return the lines to show; none if the user wants no stack."""
         if not choice.stack or choice.rank is None:
             self._rank, self._lines = None, []

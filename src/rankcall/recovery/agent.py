@@ -25,7 +25,8 @@ def install() -> bool:
         return False
     from torch.distributed.launcher import api
 
-    api.LocalElasticAgent = _agent_class(Supervisor(settings, _say))  # type: ignore[attr-defined]
+    # Through setattr, because a type checker does not let a class be replaced.
+    setattr(api, "LocalElasticAgent", _agent_class(Supervisor(settings, _say)))  # noqa: B010
     return True
 
 
@@ -37,7 +38,7 @@ def _agent_class(supervisor: Supervisor) -> type:
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    class CarryingAgent(LocalElasticAgent):  # type: ignore[misc]
+    class CarryingAgent(LocalElasticAgent):
         """The agent of one node. The methods are those that torch's own agent calls, in order."""
 
         _has_failed = _has_started = False

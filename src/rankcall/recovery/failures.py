@@ -77,9 +77,8 @@ def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
         times = fault_ns, made_ns, ended_ns
         return _cause(finding, attempt, headers, times, kept.folder.name)
     fault_ns = ended_ns or attempt.noticed_ns
-    finding = _finding(run_dir) if headers else None
-    if finding is None:
-        finding = _by_status(attempt)
+    recorded = _finding(run_dir) if headers else None
+    finding = _by_status(attempt) if recorded is None else recorded
     return _cause(finding, attempt, headers, (fault_ns, 0, ended_ns), "")
 
 
