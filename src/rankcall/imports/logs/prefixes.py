@@ -269,7 +269,7 @@ class Prefixes:
 
     def _common_step(self, lines: Sequence[_Parts]) -> Step | None:
         for step in _STEPS:
-            gaps = [self._gap(step, replace(parts)) for parts in lines]
+            gaps = [self._gap(step, _Parts(parts.text, parts.writer)) for parts in lines]
             taken = [gap for gap in gaps if gap >= 0]
             if lines and len(taken) >= _COMMON_SHARE * len(lines):
                 return self._with_gap(step, min(taken))
