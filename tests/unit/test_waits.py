@@ -25,6 +25,10 @@ ROOT = Path(rankcall.__file__).parent
 LOCKS = """
 capture/recording.py: lock: self._end_lock
     copies a list, or adds to it
+capture/named_phases.py: lock: _lock
+    updates a dictionary of a few names or threads
+cli/stderr.py: lock: self._lock
+    copies what the ranks wrote to stderr, never waiting for a reader of it
 capture/phases.py: lock: _lock
     writes two fields of a mapped file
 job/call_deadline.py: lock: self._lock

@@ -14,7 +14,6 @@ A terminal is left alone: programs ask whether stderr is one, and draw bars or c
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import select
@@ -25,7 +24,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from rankcall.background import EXIT_S
+from rankcall.background import EXIT_S, at_exit, join
 from rankcall.folders import run_folder
 from rankcall.process import host_name
 from rankcall.run.stderr_tails import KEPT, STDERR, TailFile
@@ -88,7 +87,7 @@ def keep(stderrs: dict[int, str], envs: Mapping[int, dict[str, str]]) -> None:
         return
     if not _copies:
         _copies.append(_Copies(Path(folder)))
-        atexit.register(finish)
+        at_exit(finish)
     _copies[0].add(stderrs, envs)
 
 
@@ -149,7 +148,7 @@ class _Copies:
     def stop(self) -> None:
         """Copy what is left, and close the files."""
         self._stopping.set()
-        self._thread.join(2 * EXIT_S)
+        join(self._thread, 2 * EXIT_S)
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S):
