@@ -7,7 +7,7 @@ import io
 import pytest
 
 from rankcall.printable import always_writable, clean
-from rankcall.report import summary_text, top
+from rankcall.report import summary_text, top_lines
 
 
 def test_text_from_files_is_safe_to_print() -> None:
@@ -27,7 +27,7 @@ def test_every_sign_of_ours_has_a_stand_in(encoding: str) -> None:
     data = io.BytesIO()
     stream = io.TextIOWrapper(data, encoding=encoding)
     always_writable(stream)
-    bars = f"{''.join(top._FILL)}{summary_text._BARS} 3 µs · 4 × 5–6 → ● …"
+    bars = f"{''.join(top_lines._FILL)}{summary_text._BARS} 3 µs · 4 × 5–6 → ● ▲ ▼ …"
     stream.write(f"{bars}|\N{SNOWMAN}")
     stream.flush()
     written, _, unknown = data.getvalue().decode(encoding).rpartition("|")

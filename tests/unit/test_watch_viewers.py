@@ -372,7 +372,7 @@ def test_no_watcher_on_this_node(nodes: list[Node]) -> None:
     look = page.look()
     assert look.diagnosis is not None
     (problem,) = texts(look.diagnosis.snapshot.problems)
-    assert "rank 4-7, on other nodes" in problem
+    assert "ranks 4-7, on other nodes" in problem
     assert "has not answered for 12 s" in problem
 
 
