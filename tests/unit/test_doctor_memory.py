@@ -17,7 +17,7 @@ RING = Geometry(sample_capacity=DEFAULT_SAMPLES).file_bytes
 @pytest.mark.parametrize(
     ("free", "ranks", "state", "words"),
     [
-        (16 * RING, 16, "ok", "16 ranks (as the launcher says) take 68.3 MB"),
+        (16 * RING, 16, "ok", f"16 ranks (as the launcher says) take {16 * RING / 1e6:.1f} MB"),
         (16 * RING - 1, 16, "weak", "each ring will hold 4,096 records, not 16,384"),
         (1 << 20, 8, "weak", "each ring will hold 256 records"),
         (1 << 20, 9, "weak", "some go to the run directory"),

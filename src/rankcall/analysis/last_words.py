@@ -56,7 +56,13 @@ def last_words(text: str) -> tuple[str, ...]:
             f"  [{left_out:,} lines left out]",
             *block[_FIRST_LINES + left_out :],
         ]
-    return tuple(clean(redact_text(line[:_LONGEST]).replace("\t", "    ")) for line in block)
+    return tuple(_quoted(line) for line in block)
+
+
+def _quoted(line: str) -> str:
+    # Cut after secrets were taken out: half of one is not recognised.
+    text = redact_text(line[: 2 * _LONGEST].replace("\t", "    "))
+    return clean(text[:_LONGEST])
 
 
 def _last_traceback(lines: Sequence[str]) -> tuple[int, int]:
