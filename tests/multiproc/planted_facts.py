@@ -119,6 +119,20 @@ class PlantedFacts:
         """Return the ranks that have not left a call."""
         return {rank for rank, row in self._rows_of(call).items() if row["status"] != "completed"}
 
+    def _messages_so_far(self, fact: Fact, finding: Finding) -> Iterator[str]:
+        """A rank has issued so many sends to another one, or receives from it, with one tag."""
+        assert fact.ranks is not None
+        assert fact.others is not None
+        op = {"sent": "send", "received": "recv"}[fact.value("way")]
+        end = fact.ranks.numbers[0], fact.others.numbers[0], op, fact.value("tag")
+        issued = [
+            row
+            for row in self._rows
+            if (row["rank"], row["peer"], row["op"], str(row["tag"])) == end
+        ]
+        if self._rows and len(issued) != fact.number:
+            yield f"on record are {len(issued)}"
+
     def _newest(self, rank: int) -> Row:
         """Return a rank's newest record."""
         return [row for row in self._rows if row["rank"] == rank][-1]

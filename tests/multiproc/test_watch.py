@@ -244,10 +244,10 @@ def test_bad_arguments() -> None:
     assert result.value == [
         "ValueError: hang_after must be positive seconds; got 0",
         "ValueError: hang_after must be positive seconds; got nan",
-        "ValueError: on_hang must be report, abort or a function; got 'explode'",
+        "ValueError: on_hang must be report, abort, recover or a function; got 'explode'",
         "TypeError: on_hang must be a word or a function; got int",
         "ValueError: RANKCALL_HANG_AFTER must be a number of seconds, 0 for off; got 'soon'",
-        "ValueError: on_hang must be report, abort or a function; got 'explode'",
+        "ValueError: on_hang must be report, abort, recover or a function; got 'explode'",
     ]
 
 
