@@ -53,12 +53,16 @@ def _share_stderr():
     that file. Without O_APPEND, this process would write over their lines.
     """
     name = os.environ.get("RANKCALL_STDERR_FILE")
-    if name:
+    if not name:
+        return
+    try:
         status = os.fstat(2)
         if name == "{}:{}".format(status.st_dev, status.st_ino):  # noqa: UP032
             import fcntl
 
             fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)
+    except OSError:  # stderr is closed: this process is recorded all the same
+        return
 
 
 def is_wanted():

@@ -7,6 +7,8 @@ a pipe of the test.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,3 +216,16 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(stderr.SWITCH)
     found.clear()  # rankcall was installed before this version, or torchrun is another Python's
     assert stderr.options_for(["train.py"]) == []
+
+
+def test_a_process_without_stderr_is_recorded() -> None:
+    """The hook goes on if stderr, which it would share with the launcher, is closed."""
+    source = Path(__file__).parents[2] / "src"
+    program = (
+        f"import os, sys; os.close(2); sys.path.insert(0, {str(source)!r}); import _rankcall_hook; "
+        "_rankcall_hook.install(); print([type(f).__name__ for f in sys.meta_path].count('_Finder'))"
+    )
+    env = {**os.environ, "RANKCALL": "1", "RANKCALL_STDERR_FILE": "1:1"}
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, timeout=60, check=False)
+    assert done.stdout == b"1\n"

@@ -45,8 +45,8 @@ def phase(name: str) -> Iterator[None]:
 
     For example: ``with rankcall.phase("tokenize"): ...``. Use it as a context manager or as a
     decorator, on all ranks alike. Phases may nest; time counts for the innermost. Only the thread
-    that trains is looked at, and the first four names of a process are measured. It costs about a
-    microsecond, and does nothing else.
+    that trains is looked at, and the first four names of a process are measured. It costs some
+    microseconds, and does nothing else.
 
     Args:
         name: A short name, at most 32 bytes; the rest is cut.

@@ -201,9 +201,8 @@ class _Unused(dist.Work):
 
 _ENQUEUED, _STARTED = STATUSES.index("enqueued"), STATUSES.index("started")
 _COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
-_MOST_DEVICE_OPS = (
-    1 << 16
-)  # noted and not taken, for example because the heartbeat's thread is stuck
+# Noted and not taken, for example because the heartbeat's thread is stuck.
+_MOST_DEVICE_OPS = 1 << 16
 _TORCHS_OWN = dist.Work.__module__
 
 
