@@ -222,8 +222,9 @@ def test_a_process_without_stderr_is_recorded() -> None:
     """The hook goes on if stderr, which it would share with the launcher, is closed."""
     source = Path(__file__).parents[2] / "src"
     program = (
-        f"import os, sys; os.close(2); sys.path.insert(0, {str(source)!r}); import _rankcall_hook; "
-        "_rankcall_hook.install(); print([type(f).__name__ for f in sys.meta_path].count('_Finder'))"
+        f"import os, sys; os.close(2); sys.path.insert(0, {str(source)!r})\n"
+        "import _rankcall_hook as hook; "
+        "hook.install(); print([type(f).__name__ for f in sys.meta_path].count('_Finder'))"
     )
     env = {**os.environ, "RANKCALL": "1", "RANKCALL_STDERR_FILE": "1:1"}
     command = [sys.executable, "-S", "-c", program]
