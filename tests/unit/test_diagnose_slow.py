@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds import MS, START, group_of, together, write_world
+from worlds import MS, START, Call, group_of, together, write_world
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
@@ -91,6 +91,39 @@ def test_slow_link(tmp_path: Path) -> None:
     findings = look(tmp_path, 8, 200, groups=families, program=program, hosts=2).findings
     assert [(finding.kind, finding.ranks) for finding in findings] == [("slow_link", (4, 5))]
     assert findings[0].hosts == ("node-1",)
+
+
+# How long the messages between neighbours of a pipeline of four equal stages took, once both ends
+# had come, in ms: on two cores that some 20 processes shared (2026-11-26, load average 15).
+NOISY_MS = (
+    "75.5 77.5 14.8 23.3 55.6 33.8 26.4 2.4 77.2 49.3 0.2 4.7 47.5 0.8 10.7 35.2 0.3 11.4 19.4 "
+    "17.4 7.3 16.2 57.2 17.2 37.2 10.4",
+    "34.6 18.1 19.5 0.2 0.3 178.6 11.4 10.6 14.1 3.6 0.2 0.5 1.4 0.3 15.6 0.9 15.6 12.2 5.7 39.6 "
+    "0.3 37.4 7.5 61.1 3.3 3.8",
+    "37.8 7.0 8.0 16.9 58.9 0.3 3.8 20.5 6.7 0.3 7.8 9.3 0.7 0.3 10.8 13.6 12.5 32.4 25.4 37.1 "
+    "20.3 16.2 6.8 31.8 44.7 86.3",
+)
+
+
+def pipeline(folder: Path, slower_ms: float, every_ms: int) -> Diagnosis:
+    """Diagnose such a pipeline, whose first link is slower by so much, with a step so often."""
+    calls = []
+    for link, line in enumerate(NOISY_MS):
+        for number, noise_ms in enumerate(map(float, line.split())):
+            at = number * every_ms * MS
+            took = int((noise_ms + (slower_ms if link == 0 else 0.0)) * MS)
+            sent = Call(link, 1 + number, at, at + MS, "send", group=WORLD, peer=link + 1)
+            received = Call(link + 1, 1 + number, at, at + took, "recv", group=WORLD, peer=link)
+            calls += [sent, received]
+    return diagnose(load(write_world(folder, calls)))
+
+
+def test_links_of_a_busy_machine(tmp_path: Path) -> None:
+    """Noise makes no link slow, and it hides no link that is slow; one that costs little is not."""
+    assert pipeline(tmp_path / "noise", 0.0, 200).findings == []
+    (found,) = pipeline(tmp_path / "slow", 80.0, 200).findings
+    assert (found.kind, found.ranks) == ("slow_link", (0, 1))
+    assert pipeline(tmp_path / "rare", 80.0, 20_000).findings == []
 
 
 def test_messages_between_equals_are_healthy(tmp_path: Path) -> None:
