@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from diagnosing import any_verdict, diagnose_calls, unfinished
+from diagnosing import any_verdict, causes, diagnose_calls, unfinished
 from worlds import MS, group_of, together
 
 from rankcall.analysis.verdicts import with_stacks
@@ -54,6 +54,17 @@ def test_a_rank_that_calls_something_else(desync: Diagnosis) -> None:
     assert card.waiting == ("train.py:23", "all_reduce #4 of group 0", "train.py:23")
     assert item_of_finding(first).where == "train.py:17"
     assert verdict_object(desync)["findings"][0]["culprit_line"] == "train.py:17"
+
+
+def test_ranks_that_die_at_several_lines(tmp_path: Path) -> None:
+    """Rank 0, killed before it came to line 23, is not said to have been there like the others."""
+    calls = [call for seq in (1, 2, 3) for call in together(seq, [0] * 4, seq * MS, WORLD, line=5)]
+    calls += unfinished(WORLD, 4, (1, 2, 3), 5 * MS, line=23)
+    exits = dict.fromkeys(range(4), (-9, 60.0))
+    diagnosis = diagnose_calls(tmp_path, calls, states=dict.fromkeys(range(4), "gone"), exits=exits)
+    assert causes(diagnosis) == [("dead", (0, 1, 2, 3))]
+    lines = {rank: row.line for row in rows(diagnosis) for rank in row.ranks}
+    assert lines == {0: "train.py:5", 1: "train.py:23", 2: "train.py:23", 3: "train.py:23"}
 
 
 def test_a_rank_that_does_not_come(missing: Diagnosis) -> None:

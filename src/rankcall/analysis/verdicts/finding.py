@@ -89,6 +89,22 @@ class Finding:
         return "" if fact is None else _line_in(fact)
 
     @property
+    def culprit_lines(self) -> dict[int, str]:
+        """``culprit_line`` by culprit; empty for a culprit of which no fact says that it is there.
+
+        If ranks in a call and one that has not come to it die together, the line is not the last
+        one's.
+        """
+        line = self.culprit_line
+        there = {
+            rank
+            for fact in self.facts
+            if line and _line_in(fact) == line and fact.ranks is not None
+            for rank in fact.ranks.numbers
+        }
+        return {rank: line if rank in there else "" for rank in self.ranks}
+
+    @property
     def culprit_place(self) -> Fact | None:
         """The fact that says where the culprits stand; None if they stand at several lines."""
         culprits = set(self.ranks)

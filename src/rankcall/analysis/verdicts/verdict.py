@@ -98,9 +98,9 @@ class Verdict:
     def _lines(self) -> dict[int, str]:
         """The lines of the culprits, by the likeliest cause that names them."""
         return {
-            rank: finding.culprit_line
+            rank: line
             for finding in reversed(self.findings)
-            for rank in finding.ranks
+            for rank, line in finding.culprit_lines.items()
         }
 
     @property
