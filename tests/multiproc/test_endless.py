@@ -13,6 +13,8 @@ from scoreboard_case import Case
 from scoreboard_table import SOUND
 from world import wait_until
 
+from rankcall.analysis.looks import diagnose_asking
+from rankcall.run.load import load
 from rankcall.run.paths import is_tail
 from rankcall.testing import start_ranks
 
@@ -97,13 +99,15 @@ def _closes_down(rank: int, world_size: int) -> None:
 def test_the_verdict_does_not_wait(
     program: Callable[..., None], kind: str, ranks: list[int], tmp_path: Path
 ) -> None:
-    """It comes once, is printed once, and the ranks go on waiting."""
+    """It comes once, is printed once, and the ranks go on waiting. A diagnosis has it at once."""
     run = tmp_path / "run"
     with start_ranks(program, 3, run_dir=run, watch=WATCH, timeout=TIME_OUT_S) as job:
         wait_until(lambda: _verdicts(run))
         # The newest records are kept when the verdict has been printed.
         wait_until(lambda: any(map(is_tail, run.glob("rings/*"))))
         assert all(Path(f"/proc/{pid}").exists() for pid in job.pids)
+        found = diagnose_asking(load(run)).findings
+        assert [(finding.kind, list(finding.ranks)) for finding in found] == [(kind, ranks)]
     assert _verdicts(run) == [[(kind, ranks)]]
     printed = [rank.stderr.count("kept with all stacks in") for rank in job.results]
     assert sum(printed) == 1

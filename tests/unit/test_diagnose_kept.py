@@ -12,8 +12,11 @@ from diagnosing import (
     MISSING_AND_DESYNC,
     RANK_2_MISSING,
     SECOND,
+    THREE_ENDED,
+    WORLD,
     any_verdict,
     received_verdict,
+    unfinished,
 )
 from worlds import MS, START, group_of, together, write_world
 
@@ -22,6 +25,7 @@ from rankcall.cli import main
 from rankcall.job.keep import keep_verdict
 from rankcall.ring.layout import offset_of
 from rankcall.run.exits import Exit, note_exit
+from rankcall.run.hangs import note_over
 from rankcall.run.load import load
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
@@ -137,7 +141,9 @@ def test_a_forged_finding_is_left_out(tmp_path: Path, forged: dict[str, object])
     assert causes_after_the_end(run) == [("no_progress", (1,))]
 
 
-def seen_by_watcher(run: Path, kind: str, ranks: tuple[int, ...], at: int) -> None:
+def seen_by_watcher(
+    run: Path, kind: str, ranks: tuple[int, ...], at: int, **fields: object
+) -> None:
     """Keep a verdict that the watcher made ``at`` ns after START on the run's own host."""
     hang = {
         "id": f"x{at}",
@@ -149,6 +155,7 @@ def seen_by_watcher(run: Path, kind: str, ranks: tuple[int, ...], at: int) -> No
     place = run / f"hangs/{1 + len(list(run.glob('hangs/*'))):04d}"
     place.mkdir(parents=True)
     finding = {"kind": kind, "ranks": list(ranks), "victims": [], "summary": f"it is {kind}."}
+    finding |= fields
     (place / "verdict.json").write_text(json.dumps({"findings": [finding], "hang": hang}))
 
 
@@ -228,6 +235,57 @@ def test_a_hang_that_was_over_is_no_evidence(tmp_path: Path) -> None:
     assert causes_after_the_end(run) == []
     seen_by_watcher(run, "nonsense", (1,), 50 * SECOND)
     assert causes_after_the_end(run) == []
+
+
+def seen_of_a_running_job(
+    run: Path, at_s: float, hang_after: float | None = None
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """Diagnose a run whose processes live, ``at_s`` after START: kinds, ranks and first words."""
+    diagnosis = diagnose(
+        load(run),
+        hang_after,
+        state_of=lambda header: "alive",
+        now_ns=lambda: START + int(at_s * SECOND),
+    )
+    found = diagnosis.findings
+    return [(finding.kind, finding.ranks, finding.summary.split(":")[0]) for finding in found]
+
+
+def test_a_verdict_on_a_hang_that_lasts_is_given_at_once(tmp_path: Path) -> None:
+    """The watcher knew after 1 s; the threshold of 60 s has not passed, and a longer one counts."""
+    run = write_world(tmp_path / "run", RANK_2_MISSING, closed=lambda rank: False, beats=LIVED)
+    assert seen_of_a_running_job(run, 4) == []
+    seen_by_watcher(run, "dead", (2,), 1 * SECOND, victims=[0, 1, 3], group="0", seq=4)
+    words = "The job's own watcher saw 3.0 s ago what has lasted since"
+    assert seen_of_a_running_job(run, 4) == [("dead", (2,), words)]
+    assert seen_of_a_running_job(run, 4, 60.0) == [("dead", (2,), words)]
+    assert seen_of_a_running_job(run, 4, 100.0) == []
+    ((kind, ranks, said),) = seen_of_a_running_job(run, 64)
+    assert (kind, ranks) == ("missing", (2,))
+    assert "watcher" not in said
+    note_over(run / "hangs/0001", 2.0)
+    assert seen_of_a_running_job(run, 4) == []
+
+
+@pytest.mark.parametrize("kind", ["stopped", "nonsense", "missing"])
+def test_a_verdict_on_a_hang_that_is_over_is_not(tmp_path: Path, kind: str) -> None:
+    """Its calls ended, or others are in flight; and who is stopped is seen without a verdict."""
+    calls = together(4, [5 * MS] * 4, 2 * SECOND, group_of(4), line=7)
+    calls = [*THREE_ENDED, *calls, *unfinished(WORLD, 5, (0, 1, 3), 3 * SECOND, line=7)]
+    calls = RANK_2_MISSING if kind == "stopped" else calls
+    run = write_world(tmp_path / "run", calls, closed=lambda rank: False, beats=LIVED)
+    seen_by_watcher(run, kind, (2,), 1 * SECOND, victims=[0, 1, 3], group="0", seq=4)
+    assert seen_of_a_running_job(run, 6) == []
+
+
+def test_a_verdict_of_an_earlier_attempt_did_not_last(tmp_path: Path) -> None:
+    """The ranks began after it, and have not issued a call yet."""
+    run = write_world(tmp_path / "run", [], ranks=range(4), closed=lambda rank: False, beats=LIVED)
+    seen_by_watcher(run, "no_progress", (1,), -1 * SECOND)
+    assert seen_of_a_running_job(run, 2) == []
+    assert causes_after_the_end(run) == []
+    seen_by_watcher(run, "no_progress", (1,), 1 * SECOND)
+    assert [kind for kind, _, _ in seen_of_a_running_job(run, 2)] == ["no_progress"]
 
 
 def test_the_watchers_threshold_is_the_runs(tmp_path: Path) -> None:

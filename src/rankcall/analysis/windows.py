@@ -23,6 +23,7 @@ from rankcall.analysis.snapshot import (
     PEER_CLOSED,
     START_SEEN,
     Calls,
+    no_calls,
 )
 from rankcall.record import FLAG_DEVICE
 from rankcall.ring.reader import Ring
@@ -34,6 +35,7 @@ Ints = npt.NDArray[np.int64]
 _SIZE, _MOST_AFTERWARDS = (64, 1024), 1 << 14
 _ALL_SIZES = 1 << 20  # of all ranks
 _PER_GROUP = 16  # calls kept of each group, however long ago
+_NEVER = 1 << 62  # ns
 LARGEST = 1 << 62  # a larger count, size or time is damage: with it, int64 sums would overflow
 _AS_RECORDED = (
     *("kind", "op", "dtype", "reduce_op", "status", "flags"),
@@ -81,6 +83,11 @@ class Window(NamedTuple):
     last_ns: int  # when the newest call of the ring was issued, or a call ended
 
 
+# Of a ring without a record. A job that hangs at its start has one for each rank, and the forty
+# steps that make a window take as long for no record as for a hundred.
+_NOTHING = Window(no_calls(), np.zeros(0, np.int64), np.zeros(0, np.int64), _NEVER, 0)
+
+
 @dataclass(frozen=True)
 class _Known:
     """A group with its index, and its members as a set and by group rank."""
@@ -123,6 +130,8 @@ class Windows:
 
     def of(self, ring: Ring, size: int) -> Window:
         """Return the window of a ring: its newest ``size`` calls, and older ones that matter."""
+        if not len(ring.records):
+            return _NOTHING
         known = self._windows.get(ring.path.name)
         if known and known[0] is ring.records and known[1] is ring.tables and known[2] == size:
             return known[3]
@@ -154,17 +163,14 @@ class Windows:
         with np.errstate(invalid="ignore"):  # a damaged record may hold any kind of NaN
             calls["took_s"] = np.where(on_device, kept["device_ms"] / 1e3, np.nan)
         over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)
-        last_ns = 0
-        if len(ring.records):
-            issued, left = ring.records["enqueued_ns"][-1], ring.records["completed_ns"].max()
-            last_ns = max(int(issued), int(left))
+        issued, left = ring.records["enqueued_ns"][-1], ring.records["completed_ns"].max()
         placed = calls["group"] >= 0
         return Window(
             calls[placed],
             np.ascontiguousarray(kept["enqueued_ns"][placed]),
             np.ascontiguousarray(over[placed]),
-            int(kept["enqueued_ns"].min(initial=1 << 62)),
-            last_ns,
+            int(kept["enqueued_ns"].min(initial=_NEVER)),
+            max(int(issued), int(left)),
         )
 
     def _place(self, calls: Calls, kept: Calls, ring: Ring) -> None:

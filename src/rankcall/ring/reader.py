@@ -274,6 +274,8 @@ def _sound(
 
     ``places`` are the indexes of the slots.
     """
+    if not len(slots) and not len(parked):
+        return slots, 0
     words = np.ascontiguousarray(slots["commit"])
     written = int(np.count_nonzero(words))
     if _undisturbed(words[:written]) and not np.any(parked["commit"]):

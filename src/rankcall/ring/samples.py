@@ -66,9 +66,9 @@ class SampleWriter:
 def read_samples(fd: int, status: os.stat_result, header: Header) -> Samples:
     """Return the samples of a ring file, oldest first, without damaged and torn rows."""
     shape, width = header.geometry, SAMPLE.itemsize
-    if shape.sample_bytes != width:
-        return no_samples()  # of another version of rankcall
     rows = min(header.samples, shape.sample_capacity)
+    if not rows or shape.sample_bytes != width:
+        return no_samples()  # none yet, or those of another version of rankcall
     begin = shape.samples_offset
     end = min(begin + rows * width, status.st_size)
     pieces = [no_samples()]

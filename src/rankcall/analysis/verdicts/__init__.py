@@ -45,7 +45,7 @@ from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence
 from rankcall.analysis.verdicts.exhausted import Exhausted
 from rankcall.analysis.verdicts.final import Proofs, is_proved, rows_of
 from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
-from rankcall.analysis.verdicts.hindsight import as_the_watcher_saw
+from rankcall.analysis.verdicts.hindsight import as_the_watcher_saw, while_it_lasts
 from rankcall.analysis.verdicts.idle import Idle
 from rankcall.analysis.verdicts.kept import kept_of, waits_that_ended
 from rankcall.analysis.verdicts.kind import CulpritKind, Kind
@@ -193,11 +193,19 @@ def with_stacks(run: Run, diagnosis: Diagnosis, stacks: Mapping[int, str]) -> Di
 
 
 def judge(run: Run, snapshot: Snapshot, hang_after: float | None = None) -> Diagnosis:
-    """Find out what holds a job up or, if nothing does, what slows it."""
-    patience, kept = own_hang_after(run) if hang_after is None else hang_after, kept_of(run)
+    """Find out what holds a job up or, if nothing does, what slows it.
+
+    The job's own watcher may know earlier what holds it up. A reader who asks for a threshold that
+    is longer than the watcher's wants to be told later.
+    """
+    own = own_hang_after(run)
+    patience, kept = own if hang_after is None else hang_after, kept_of(run)
     snapshot = replace(snapshot, waited_before=waits_that_ended(kept))
     findings = find(snapshot, patience) or find_slow(snapshot)
-    return Diagnosis.of(str(run.source or run.path), snapshot, findings, patience, kept)
+    diagnosis = Diagnosis.of(str(run.source or run.path), snapshot, findings, patience, kept)
+    if snapshot.live and kept and patience <= own and not diagnosis.stops:
+        return while_it_lasts(diagnosis, {kind.kind: kind for kind in KINDS})
+    return diagnosis
 
 
 def own_hang_after(run: Run) -> float:

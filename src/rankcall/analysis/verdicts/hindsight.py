@@ -1,4 +1,4 @@
-"""What the job's own watcher saw, for the diagnosis of a job that is over."""
+"""What the job's own watcher saw, for the diagnosis of a job that is over, or hangs since then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankcall.analysis.verdicts.facts import Fact, Relation, place_of, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.over import lasted
-from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, evidence, summary
+from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, as_still_seen, evidence, summary
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.run.frames import code_place
 from rankcall.run.hangs import kept_stack
@@ -48,8 +48,41 @@ def as_the_watcher_saw(diagnosis: Diagnosis, kinds: Mapping[str, Kind]) -> Diagn
     return diagnosis
 
 
+def while_it_lasts(diagnosis: Diagnosis, kinds: Mapping[str, Kind]) -> Diagnosis:
+    """Give the newest verdict of the job's own watcher again, if what it saw has lasted until now.
+
+    The watcher needs no threshold for calls that can never end, because it looks twice.
+
+    Args:
+        diagnosis: Of a running job in which no call counts as hung yet.
+        kinds: As in ``as_the_watcher_saw``. Whether a process is stopped is seen without a kept
+            verdict, so a verdict that says so is not given again.
+    """
+    for newest in reversed(diagnosis.kept):
+        since_s = _seconds_since(diagnosis.snapshot, newest)
+        if since_s is None or newest.over_s is not None:
+            continue
+        seen = [
+            replace(
+                finding,
+                summary=as_still_seen(finding.summary, since_s),
+                since_s=finding.since_s + since_s,
+                stops=kinds[finding.kind].stops,
+                is_fault=kinds[finding.kind].is_fault,
+                predicate=kinds[finding.kind].predicate,
+            )
+            for finding in newest.verdict.findings
+            if finding.kind in kinds
+            and finding.kind != "stopped"
+            and lasted(diagnosis.snapshot, finding, since_s)
+        ]
+        if seen:
+            return replace(diagnosis, findings=seen)
+    return diagnosis
+
+
 def _seconds_since(snapshot: Snapshot, kept: Kept) -> float | None:
-    """Return how long before the end a verdict was given; None if that is not known."""
+    """Return how long before the end, or before now, a verdict was given; None: not known."""
     origin = kept.verdict.origin
     moment = snapshot.moments.get(origin.boot_id)
     if moment is None or moment < origin.mono_ns:

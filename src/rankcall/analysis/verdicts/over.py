@@ -72,13 +72,15 @@ def _was_left(snapshot: Snapshot, finding: Finding) -> bool:
 
 
 def lasted(snapshot: Snapshot, finding: Finding, seconds: float) -> bool:
-    """Tell whether a finding of ``seconds`` before the end was true until the end.
+    """Tell whether a finding of ``seconds`` before the snapshot was true until then.
 
     One that names a call lasted if a call of its ranks never ended. Of any other one, the records
-    show only whether a rank has issued a call since.
+    show only whether a rank has issued a call since. One of an earlier attempt did not last.
     """
     calls = snapshot.calls
     ranks = {*finding.ranks, *finding.victims}
+    if any(state.started_s is not None and state.started_s < seconds for state in snapshot.ranks):
+        return False
     if finding.group and not any(
         rank >= len(snapshot.ranks) or snapshot.ranks[rank].blind for rank in finding.victims
     ):

@@ -68,6 +68,14 @@ def as_seen(text: str, seconds: float) -> str:
     return f"The job's own watcher saw, {duration(seconds)} before the end: {text}"
 
 
+def as_still_seen(text: str, seconds: float) -> str:
+    """Write the summary of a finding that the job's own watcher made, and that is true until now.
+
+    Its times are those of that moment.
+    """
+    return f"The job's own watcher saw {duration(seconds)} ago what has lasted since: {text}"
+
+
 def _ending(text: str, *, plural: str = "") -> Callable[[Fact, bool], str]:
     """Return the template of an end: its words, with the fact's values, and when it was."""
 
