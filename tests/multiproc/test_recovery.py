@@ -16,12 +16,13 @@ pytestmark = pytest.mark.multiproc
 HANG_AFTER_S = 3  # on a busy machine, the start of a process takes many seconds, which are no hang
 
 JOB = """
-import os, signal, sys, time
+import ctypes, datetime, os, signal, sys, time
 import torch
 import torch.distributed as dist
 import rankcall
 
 how, rank = sys.argv[1], int(os.environ["RANK"])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 previous = rankcall.previous_attempt()
 first = previous is None
 if not first:
@@ -31,6 +32,11 @@ if how == "import":
     raise ImportError("no such module")
 if how == "init" and first and rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)  # before it has a group, and so a ring
+if how == "reinit" and attempt == 1 and rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if how == "outlive" and not first and rank == 0:
+    pid = int(open("pid").read())
+    os.write(1, f"alone {not os.path.exists(f'/proc/{pid}')}\\n".encode())
 dist.init_process_group("gloo")
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,13 +44,30 @@ for step in range(8):
     if step == 5 and rank == 1:
         if how == "stop" and first:
             os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "kill" and first:
+        if how in ("kill", "reinit") and first:
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "outlive" and first:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with open("pid", "w") as file:
+                file.write(str(os.getpid()))
+            dist.barrier()
+            time.sleep(1000)
         if how == "raise":
             raise ValueError(f"bad batch at {time.time()}")
     if step == 5 and first and how == "leader" and rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
+    if step == 5 and first and rank == 0:
+        if how == "stop_leader":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "gil":
+            ctypes.PyDLL(None).sleep(1000)  # unlike CDLL, it keeps the GIL
+        if how == "outlive":
+            dist.barrier()
+            raise ValueError("bad batch")
+    if step == 5 and first and how == "stuck":
+        store = dist.distributed_c10d._get_default_store()
+        store.wait(["never set"], datetime.timedelta(hours=1))
     if step == 5 and first and how == "deadlock":
         dist.recv(torch.ones(1), 1 - rank)
     dist.all_reduce(torch.ones(2))
@@ -107,6 +130,9 @@ def test_an_exception_that_comes_back(tmp_path: Path) -> None:
     [
         ("kill", "dead", (1,)),
         ("leader", "missing", (0,)),  # its watcher leads, and its program ignores SIGTERM
+        ("stop_leader", "stopped", (0,)),  # another watcher has to lead
+        ("gil", "missing", (0,)),
+        ("stuck", "no_progress", ()),
         ("deadlock", "deadlock", (0, 1)),
         ("init", "no_progress", ()),
     ],
@@ -122,11 +148,35 @@ def test_other_faults(how: str, kind: str, culprits: tuple[int, ...], tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_hang_while_the_next_attempt_starts(tmp_path: Path) -> None:
+    """Rank 1 is killed, and then hangs before it has its group. The third attempt finishes."""
+    ended = job(tmp_path, "reinit")
+    assert ended.status == 0, ended.err
+    assert [end.signature.kind for end in ends(tmp_path)] == ["dead", "no_progress"]
+    assert "previous 0 ('no_progress'" in ended.out
+
+
+@pytest.mark.slow
+def test_a_rank_that_outlives_its_launcher(tmp_path: Path) -> None:
+    """A rank below a shell script ignores SIGTERM; it is gone before the next attempt starts."""
+    script = tmp_path / "worker.sh"
+    script.write_text(f"{sys.executable} job.py outlive & wait\n")
+    (tmp_path / "job.py").write_text(JOB)
+    recovers = ("--capture", "python", "--on-hang", "recover", "--run-dir", tmp_path / "run")
+    ended = launch(
+        *("run", *recovers, "--nproc-per-node=2", "--no-python", "sh", script), cwd=tmp_path
+    )
+    assert ended.status == 0, ended.err
+    assert "alone True" in ended.out
+    assert "ended rank 1 before the next attempt" in ended.err
+
+
+@pytest.mark.slow
 def test_a_crash_loop_before_the_first_group(tmp_path: Path) -> None:
     """Workers that leave no records are told apart by their exit statuses."""
     ended = job(tmp_path, "import")
     assert ended.status == 65, ended.err
-    assert "this failure repeats before the first optimizer step" in ended.err
+    assert "this failure repeats before an optimizer step was seen" in ended.err
     assert len(ends(tmp_path)) == 2
 
 

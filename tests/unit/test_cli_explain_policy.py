@@ -21,6 +21,7 @@ END = AttemptEnd(
     progressed=True,
     noticed_ns=5,
     decision="restart",
+    rule="try_again",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,12 @@ from rankcall.run.recoveries import Signature
 
 def failure(family: str, step: int = 10, *, seconds: float = 0.0, line: str = "") -> Failure:
     """Return a failure at a step, of an attempt that got further unless that is the first."""
-    return Failure(Signature("dead", line=line), family, step, step > 0, seconds)
+    signature = Signature("dead", line=line)
+    return Failure(signature, family, step, step > 0, seconds, by_window=True)
+
+
+# The program has not told of a checkpoint, so its step is only that of its last attempt.
+UNTOLD = replace(failure(MACHINE, 9, seconds=70), by_window=False)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,12 @@ def failure(family: str, step: int = 10, *, seconds: float = 0.0, line: str = ""
             Case(failure(MACHINE, 9, seconds=70), [failure(MACHINE)] * 3, Limits(3, 60)),
         ),
         ("too_many", True, Case(failure(MACHINE), [], Limits(0, 60))),
+        (
+            "too_many",  # the window has passed, and nothing proves that the job got further
+            True,
+            Case(UNTOLD, [failure(MACHINE)] * 3, Limits(3, 60)),
+        ),
+        ("no_progress", True, Case(failure(PROGRAM, 0, line="b"), [failure(MACHINE, 0)] * 3)),
     ],
 )
 def test_each_row(rule: str, stops: bool, case: Case) -> None:
@@ -75,7 +87,7 @@ def test_a_repeated_failure_names_the_step() -> None:
     at = Case(failure(PROGRAM, 1200), [failure(PROGRAM, 1200)])
     assert decide(at).reason == "this failure repeats at step 1,200: restarting will not help"
     start = Case(failure(PROGRAM, 0), [failure(PROGRAM, 0)])
-    assert "before the first optimizer step" in decide(start).reason
+    assert "before an optimizer step was seen" in decide(start).reason
 
 
 def test_pauses_double_up_to_a_minute() -> None:
@@ -94,6 +106,7 @@ def test_pauses_double_up_to_a_minute() -> None:
         (MACHINE, "stuck", None, ""),
         (MACHINE, "dead", -signal.SIGKILL, ""),
         (MACHINE, "dead", 137, ""),
+        (MACHINE, "dead", 1, "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]"),
         (MACHINE, "dead", 1, "torch.AcceleratorError: CUDA error: unspecified launch failure"),
         (PROGRAM, "dead", 1, "ValueError: bad batch"),
         (PROGRAM, "dead", None, "ValueError: bad batch"),

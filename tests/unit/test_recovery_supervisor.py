@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from rankcall.analysis.verdicts.encoding import encode
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.verdict import Origin, Verdict
+from rankcall.folders import run_folder
 from rankcall.recovery.policy import EXIT_STATUS, Limits
 from rankcall.recovery.supervisor import (
     JobStopped,
@@ -15,6 +20,8 @@ from rankcall.recovery.supervisor import (
     settings_from_environment,
 )
 from rankcall.run.exits import read_exits
+from rankcall.run.hangs import fill, note_over
+from rankcall.run.paths import HANGS
 from rankcall.run.recoveries import FILE_VARIABLE, read_recoveries
 
 
@@ -50,7 +57,7 @@ def test_a_crash_loop_ends(tmp_path: Path) -> None:
         job.attempt(3)
     assert stopped.value.code == EXIT_STATUS == 65
     assert stopped.value.codes == {(1, (1 << 22) + 2): 3}
-    assert "before the first optimizer step" in job.said[-1]
+    assert "before an optimizer step was seen" in job.said[-1]
     assert "restarting will not help" in job.said[-1]
     assert [(ended.rank, ended.code) for ended in read_exits(tmp_path)] == [(1, 3), (1, 3)]
     (told,) = read_recoveries(tmp_path)
@@ -106,3 +113,68 @@ def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_from_environment() == Supervised(tmp_path, Limits(4, Limits().window_s))
     monkeypatch.setenv("RANKCALL_ON_HANG", "abort")
     assert settings_from_environment() is None
+
+
+def _keep_verdict(run_dir: Path, name: str, ident: str, *, over: bool = False) -> None:
+    """Keep a verdict in a run, as the watchers do: rank 1 is stopped."""
+    finding = Finding("stopped", (1,), summary="Rank 1 is stopped.", since_s=10.0, op="all_reduce")
+    origin = Origin(ident, "boot", 1, time.time_ns(), 4711)
+    folder = run_folder(run_dir, HANGS) / name
+    fill(folder, encode(Verdict(str(run_dir), [finding], origin=origin)), "")
+    if over:
+        note_over(folder, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "during", "over", "kind"),
+    [
+        (False, True, False, "stopped"),  # the verdict is about this attempt
+        (True, False, False, "dead"),  # it is about the attempt before
+        (False, True, True, "dead"),  # the hang has passed, and then a worker crashed
+        (True, True, False, "stopped"),
+    ],
+)
+def test_a_stale_verdict_explains_nothing(
+    before: bool, during: bool, over: bool, kind: str, tmp_path: Path
+) -> None:
+    """Only a verdict of this very attempt, of a hang that lasted, counts before the exits."""
+    job = Job(tmp_path)
+    if before:
+        _keep_verdict(tmp_path, "0001", "old")
+    job.supervisor.before_start(1)
+    job.supervisor.started({0: 1 << 22, 1: (1 << 22) + 1}, 2)
+    if during:
+        _keep_verdict(tmp_path, "0002", "new", over=over)
+    job.supervisor.failed({1: 3})
+    job.supervisor.may_restart()
+    (told,) = read_recoveries(tmp_path)
+    assert told.ends[0].signature.kind == kind
+
+
+def test_a_node_that_did_not_fail_blames_nobody(tmp_path: Path) -> None:
+    """The launcher ended its workers. Without a verdict, it is not known who is at fault."""
+    job = Job(tmp_path)
+    job.supervisor.before_start(0)
+    job.supervisor.started({0: 1 << 22}, 2)
+    job.supervisor.follows()
+    job.supervisor.before_start(1)
+    job.supervisor.started({0: (1 << 22) + 1}, 3)
+    job.supervisor.joined()
+    (told,) = read_recoveries(tmp_path)
+    assert [(end.signature.kind, end.culprits) for end in told.ends] == [
+        ("another_node", ()),
+        ("new_node", ()),
+    ]
+    assert all(end.fault_ns and end.noticed_ns for end in told.ends)  # a downtime can be told
+
+
+def test_a_new_node_is_no_recovery(tmp_path: Path) -> None:
+    """The limit counts restarts after failures, also those of other nodes, and no others."""
+    job = Job(tmp_path, Limits(1, 60))
+    for _ in range(3):
+        job.supervisor.before_start(0)
+        job.supervisor.started({0: 1 << 22, 1: (1 << 22) + 1}, 2)
+        job.supervisor.joined()
+    job.attempt(-9)
+    with pytest.raises(JobStopped):
+        job.attempt(-9)

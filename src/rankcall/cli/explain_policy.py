@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import typer
 
 from rankcall.cli.common import Attempt, RunPath, console_for_result, open_run, say
 from rankcall.printable import clean
 from rankcall.recovery.failures import Cause, cause_in
 from rankcall.recovery.policy import POLICY, Case, Failure, decide
-from rankcall.run.recoveries import AttemptEnd, read_recoveries
+from rankcall.run.recoveries import AttemptEnd, Recoveries, read_recoveries
+
+_RULES = frozenset(row.rule for row in POLICY)
 
 __all__ = ["command"]
 
@@ -21,9 +25,9 @@ def command(run: RunPath = None, attempt: Attempt = None) -> None:
     defaults, because a run does not keep its own.
     """
     opened = open_run(run, attempt)
-    ends = [end for agent in read_recoveries(opened.path) for end in agent.ends]
+    ends = _decided(read_recoveries(opened.path))
     if ends:
-        failures = [_failure(end) for end in sorted(ends, key=lambda end: end.noticed_ns)]
+        failures = [_failure(end) for end in ends]
     else:
         cause = cause_in(opened)
         failures = [] if cause is None else [_of_cause(cause)]
@@ -41,14 +45,26 @@ def command(run: RunPath = None, attempt: Attempt = None) -> None:
     typer.echo(clean(f"so:     {done}{pause} ({decision.rule}): {decision.reason}"))
 
 
+def _decided(agents: Sequence[Recoveries]) -> Sequence[AttemptEnd]:
+    """Return the failures that one node's agent decided about: the one that decided most often.
+
+    Each node's agent notes a failure that its workers had part in, and has only its own to judge
+    by. An agent also notes those restarts about which another node decided.
+    """
+    decided = [[end for end in agent.ends if end.rule in _RULES] for agent in agents]
+    return max(decided, key=len, default=[])
+
+
 def _failure(end: AttemptEnd) -> Failure:
-    seconds = end.noticed_ns / 1e9
-    return Failure(end.signature, end.family, end.step, end.progressed, seconds)
+    return Failure(
+        *(end.signature, end.family, end.step, end.progressed, end.noticed_ns / 1e9),
+        by_window=end.lost >= 0,
+    )
 
 
 def _of_cause(cause: Cause) -> Failure:
     step = cause.steps if cause.saved < 0 else cause.saved + cause.since_saved
-    return Failure(cause.signature, cause.family, step, cause.steps > 0)
+    return Failure(cause.signature, cause.family, step, cause.steps > 0, by_window=cause.saved >= 0)
 
 
 def _words(failure: Failure) -> str:

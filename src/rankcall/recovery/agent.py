@@ -42,6 +42,7 @@ def _agent_class(supervisor: Supervisor) -> type:
         """The agent of one node. The methods are those that torch's own agent calls, in order."""
 
         _has_failed = _has_started = False
+        _nodes: frozenset[Any] = frozenset()  # of the attempt that runs
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
@@ -54,25 +55,36 @@ def _agent_class(supervisor: Supervisor) -> type:
         def _stop_workers(self, worker_group: Any) -> None:
             # A stopped process cannot handle SIGTERM, and torch waits 30 s for it.
             for worker in worker_group.workers:
-                if _is_stopped(worker.id):
+                if _is_stopped_child(worker.id):
                     os.kill(worker.id, signal.SIGKILL)
             super()._stop_workers(worker_group)
 
         def _initialize_workers(self, worker_group: Any) -> None:
+            handler = worker_group.spec.rdzv_handler
             if self._has_failed:
                 supervisor.may_restart()
+            elif self._has_started and self._nodes and self._nodes <= _nodes(handler):
+                supervisor.joined()  # all nodes still take part: a new one waits to be let in
             elif self._has_started:
-                # Another node has failed, and decides. torch counts such a restart on that node
-                # alone, and the nodes would number the attempts differently from then on.
                 supervisor.follows()
-                self._remaining_restarts -= 1
             self._has_failed, self._has_started = False, True
-            _forget_store(worker_group.spec.rdzv_handler)
+            _forget_store(handler)
             super()._initialize_workers(worker_group)
 
         def _start_workers(self, worker_group: Any) -> Any:
-            supervisor.before_start(worker_group.spec.max_restarts - self._remaining_restarts)
-            pids = super()._start_workers(worker_group)
+            spec = worker_group.spec
+            self._nodes = _nodes(spec.rdzv_handler)
+            budget = self._remaining_restarts
+            number = _round(spec.rdzv_handler, default=spec.max_restarts - budget)
+            supervisor.before_start(number)
+            # torch numbers an attempt by the restarts that this node has caused itself. Nodes would
+            # then number it differently, and the workers, who look for each other below that
+            # number in the store ("/worker/attempt_3"), would never meet.
+            self._remaining_restarts = spec.max_restarts - number
+            try:
+                pids = super()._start_workers(worker_group)
+            finally:
+                self._remaining_restarts = budget
             workers = worker_group.workers
             ranks = {worker.global_rank: pids[worker.local_rank] for worker in workers}
             supervisor.started(ranks, workers[0].world_size if workers else 0)
@@ -81,12 +93,32 @@ def _agent_class(supervisor: Supervisor) -> type:
     return CarryingAgent
 
 
-def _is_stopped(pid: Any) -> bool:
+def _is_stopped_child(pid: Any) -> bool:
+    """Return whether a process is stopped, and a child of this one.
+
+    torch may have reaped a worker that failed, and its pid can be another program's by now.
+    """
     try:
         stat = Path(f"/proc/{int(pid)}/stat").read_bytes()
     except (OSError, ValueError, TypeError):
         return False
-    return stat.rpartition(b")")[2].split()[:1] == [b"T"]
+    return stat.rpartition(b")")[2].split()[:2] == [b"T", b"%d" % os.getpid()]
+
+
+def _state(handler: Any) -> Any:
+    """Return what this node knows of torch's dynamic rendezvous; None for another kind of it."""
+    return getattr(getattr(handler, "_state_holder", None), "state", None)
+
+
+def _nodes(handler: Any) -> frozenset[Any]:
+    """Return the nodes that take part in the rendezvous; none if it does not tell."""
+    return frozenset(getattr(_state(handler), "participants", ()))
+
+
+def _round(handler: Any, default: int) -> int:
+    """Return the number of the rendezvous, from 0 on, which all of its nodes know."""
+    number = getattr(_state(handler), "round", None)
+    return number if type(number) is int and number >= 0 else default
 
 
 def _forget_store(handler: Any) -> None:

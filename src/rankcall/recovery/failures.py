@@ -14,7 +14,7 @@ from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
 from rankcall.problems import Problem
-from rankcall.recovery.policy import family_of
+from rankcall.recovery.policy import UNCLEAR, family_of
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.exits import read_exits
 from rankcall.run.load import Run, load
@@ -31,8 +31,11 @@ class Attempt:
     """An attempt as its agent knows it.
 
     Attributes:
-        pids: The workers of this node, by rank.
+        pids: The workers of this node, by rank. The process of a rank may be another one, which
+            the worker started, if the worker is a shell script.
         world_size: The number of ranks of the job.
+        host: The host of these workers; empty: any.
+        started_ns: When the workers were started, in ns since the epoch.
         known_verdicts: The ids of the verdicts that the run had before.
         codes: How workers ended that ended first, by rank: exit statuses, or negative signals.
         noticed_ns: When the agent saw that, in ns since the epoch.
@@ -40,6 +43,8 @@ class Attempt:
 
     pids: Mapping[int, int] = field(default_factory=dict)
     world_size: int = 0
+    host: str = ""
+    started_ns: int = 0
     known_verdicts: Collection[str] = ()
     codes: Mapping[int, int] = field(default_factory=dict)
     noticed_ns: int = 0
@@ -68,7 +73,7 @@ def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
     The watchers' verdict counts first: what follows it are consequences. Without one, the records
     and the exit statuses tell. A worker that ended before it recorded leaves its status alone.
     """
-    headers = _headers(run_dir, attempt.pids)
+    headers = _headers(run_dir, attempt)
     ended_ns = _first_end_ns(run_dir, attempt)
     kept = _new_verdict(run_dir, attempt)
     if kept is not None:
@@ -80,6 +85,23 @@ def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
     recorded = _finding(run_dir) if headers else None
     finding = _by_status(attempt) if recorded is None else recorded
     return _cause(finding, attempt, headers, (fault_ns, 0, ended_ns), "")
+
+
+def cause_elsewhere(run_dir: Path, attempt: Attempt, kind: str) -> Cause:
+    """Return why workers of this node were ended of which none has failed.
+
+    The launcher ended them, so neither their exit statuses nor their records say who is at fault. A
+    verdict of all nodes does, if there is one.
+
+    Args:
+        run_dir: The run directory.
+        attempt: The attempt.
+        kind: What to call it without a verdict.
+    """
+    if _new_verdict(run_dir, attempt) is not None:
+        return cause_of(run_dir, attempt)
+    progress = _progress(_headers(run_dir, attempt).values())
+    return Cause(Signature(kind), UNCLEAR, (), "", *progress, attempt.noticed_ns, 0, 0, "")
 
 
 def cause_in(run: Run) -> Cause | None:
@@ -95,12 +117,21 @@ def cause_in(run: Run) -> Cause | None:
     return cause if cause.verdict or codes or cause.culprits else None
 
 
-def _headers(run_dir: Path, pids: Mapping[int, int]) -> dict[int, Header]:
-    """Return the headers of the rings of these workers, by rank."""
+def _headers(run_dir: Path, attempt: Attempt) -> dict[int, Header]:
+    """Return the headers of the rings of an attempt's workers, by rank; the newest of each.
+
+    A pid is no key: containers that share a run may number their processes alike, and a worker that
+    is a shell script has no ring, but a child of it has.
+    """
     problems: list[Problem] = []
-    headers = map(read_header, ring_paths(run_dir, problems))
-    workers = set(pids.values())
-    return {header.rank: header for header in headers if header and header.pid in workers}
+    headers = [header for header in map(read_header, ring_paths(run_dir, problems)) if header]
+    return {
+        header.rank: header
+        for header in sorted(headers, key=lambda header: header.anchor_epoch_ns)
+        if header.rank in attempt.pids
+        and attempt.host in ("", header.host)
+        and header.anchor_epoch_ns >= attempt.started_ns
+    }
 
 
 def _new_verdict(run_dir: Path, attempt: Attempt) -> Kept | None:
@@ -117,11 +148,13 @@ def _new_verdict(run_dir: Path, attempt: Attempt) -> Kept | None:
 
 def _first_end_ns(run_dir: Path, attempt: Attempt) -> int:
     """Return when the first of this node's workers ended badly; 0 if no note says so."""
-    pids = set(attempt.pids.values())
     ends = [
         ended.epoch_ns
         for ended in read_exits(run_dir)
-        if ended.pid in pids and ended.code not in (None, 0)
+        if ended.rank in attempt.pids
+        and attempt.host in ("", ended.host)
+        and ended.epoch_ns >= attempt.started_ns
+        and ended.code not in (None, 0)
     ]
     return min(ends, default=0)
 

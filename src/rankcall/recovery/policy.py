@@ -3,6 +3,12 @@
 A failure of the *program* comes back: an exception at a line, ranks that issue different calls. To
 restart once is worth it, because the machine may be at fault all the same. A failure of the
 *machine* does not come back at the same step, so the job is restarted as long as it gets further.
+
+The table ends every job. If the program tells which steps it has saved, four failures in a row of
+which none is further than all before end the job, and a job has a last step. If it does not, only
+its own count of steps is known, which begins at 0 in each attempt and proves no progress of the
+job: then the job is restarted at most ``max_recoveries`` times, however long that takes. A test
+tries both for all orders of failures (``tests/unit/test_recovery_model.py``).
 """
 
 from __future__ import annotations
@@ -17,15 +23,24 @@ PROGRAM, MACHINE, UNCLEAR = "program", "machine", "unclear"
 MAX_RECOVERIES = 10
 WINDOW_S = 3600.0
 EXIT_STATUS = 65  # EX_DATAERR of sysexits.h: the same input will fail again
+# A node that is short of memory or whose network is down for a moment is often well again after
+# seconds. A longer pause than a minute costs more than an attempt that fails at its start.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_MOST_WITHOUT_PROGRESS = 3  # recoveries in a row
+# Recoveries in a row. The pauses before them are 2, 4 and 8 s: what is not well by then, such as a
+# full disk or a host without a network, is hardly ever mended by one more restart.
+_MOST_WITHOUT_PROGRESS = 3
 
 # Ranks that disagree about their calls do so because of their code or their data.
 _PROGRAM_KINDS = frozenset({"desync", "mismatch", "exhausted", "deadlock", "alone"})
 _MACHINE_KINDS = frozenset({"stopped", "slow_link", "stuck"})
 # A process gets these from outside. Other signals come of what its code did.
 _MACHINE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGBUS, signal.SIGSTOP})
-_DEVICE_ERRORS = ("CUDA error", "NCCL error", "ECC", "device-side", "DistBackendError", "Xid")
+# Errors of a device, and of connections: the network, or the process at the other end is gone. The
+# node of that process decides as well, and may know more.
+_MACHINE_ERRORS = (
+    *("CUDA error", "NCCL error", "ECC", "device-side", "DistBackendError", "Xid"),
+    *("closed by peer", "reset by peer", "Broken pipe"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,10 @@ class Failure:
     """How one attempt ended.
 
     ``step`` is the step of the job as far as it is known, -1 if it is not. ``progressed`` says that
-    the attempt got further than those before it.
+    the attempt got further than those before it. ``by_window`` says that only the
+    recoveries within the window count against the limit: the program has told of a checkpoint, so
+    ``step`` is one of the whole job. Otherwise it counts the steps of this attempt alone, each
+    attempt that takes a step seems to get further, and all recoveries count.
     """
 
     signature: Signature
@@ -41,6 +59,7 @@ class Failure:
     step: int = -1
     progressed: bool = False
     seconds: float = 0.0  # when, on a clock that all failures of a job share
+    by_window: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +80,13 @@ class Case:
 
     @property
     def recent(self) -> int:
-        """The number of recoveries in the window that ends now."""
+        """The number of recoveries that count against the limit.
+
+        Those are the ones in the window that ends now; all of them if nothing proves that the job
+        gets further between them.
+        """
+        if not self.failure.by_window:
+            return len(self.earlier)
         since = self.failure.seconds - self.limits.window_s
         return sum(failure.seconds > since for failure in self.earlier)
 
@@ -110,7 +135,7 @@ class Row:
 def _where(case: Case) -> str:
     step = case.failure.step
     if step == 0:
-        return "before the first optimizer step"
+        return "before an optimizer step was seen"
     return f"at step {step:,}" if step >= 0 else "at a step that is not known"
 
 
@@ -122,17 +147,29 @@ def _pause_s(case: Case) -> float:
     return min(_FIRST_PAUSE_S * 2.0 ** (case.without_progress - 1), _LONGEST_PAUSE_S)
 
 
+def _too_many(case: Case) -> str:
+    times = f"the job was restarted {case.recent} time{'' if case.recent == 1 else 's'}"
+    if case.failure.by_window:
+        window = f"{case.limits.window_s:g} s"
+        return f"{times} within {window}, which is the limit (--max-recoveries, --recovery-window)"
+    return (
+        f"{times}, which is the limit (--max-recoveries) for a program that does not tell of its "
+        "progress by rankcall.checkpointed"
+    )
+
+
+_UNSEEN = " (if they did get further: rankcall.checkpointed tells rankcall so)"
+
+# The rows that stop come first, so that no row which restarts can keep one of them from its case.
 POLICY: tuple[Row, ...] = (
     Row(
         "too_many",
-        "the job was restarted --max-recoveries times within --recovery-window",
+        "the job was restarted --max-recoveries times: within --recovery-window if it tells of its "
+        "checkpoints, otherwise since it began",
         "stop",
         lambda case: case.recent >= case.limits.max_recoveries,
         stops=True,
-        reason=lambda case: (
-            f"the job was restarted {case.recent} times within {case.limits.window_s:g} s, "
-            "which is the limit (--max-recoveries, --recovery-window)"
-        ),
+        reason=_too_many,
     ),
     Row(
         "repeats",
@@ -149,6 +186,17 @@ POLICY: tuple[Row, ...] = (
         lambda case: case.failure.family == UNCLEAR and case.repeats >= 2,
         stops=True,
         reason=_repeated,
+    ),
+    Row(
+        "no_progress",
+        f"more than {_MOST_WITHOUT_PROGRESS} attempts in a row got no further, whatever failed",
+        "stop",
+        lambda case: case.without_progress > _MOST_WITHOUT_PROGRESS,
+        stops=True,
+        reason=lambda case: (
+            f"{case.without_progress} attempts in a row got no further: something is wrong that a "
+            f"restart does not mend{'' if case.failure.by_window else _UNSEEN}"
+        ),
     ),
     Row(
         "try_again",
@@ -168,24 +216,12 @@ POLICY: tuple[Row, ...] = (
     ),
     Row(
         "backs_off",
-        f"the machine is at fault, and {_MOST_WITHOUT_PROGRESS} attempts in a row or fewer got no "
-        "further",
+        "the machine is at fault, and the attempt got no further",
         f"restart after a pause, from {_FIRST_PAUSE_S:g} s on and twice as long each time",
-        lambda case: case.without_progress <= _MOST_WITHOUT_PROGRESS,
+        lambda case: True,
         stops=False,
         reason=lambda case: "the machine is at fault, and this attempt got no further",
         delay_s=_pause_s,
-    ),
-    Row(
-        "no_progress",
-        "the machine is at fault, and more attempts in a row got no further",
-        "stop",
-        lambda case: True,
-        stops=True,
-        reason=lambda case: (
-            f"{case.without_progress} attempts in a row got no further: something is wrong that a "
-            "restart does not mend"
-        ),
     ),
 )
 
@@ -209,7 +245,7 @@ def family_of(kind: str, code: int | None, error: str) -> str:
         return PROGRAM
     if kind in _MACHINE_KINDS:
         return MACHINE
-    if any(words in error for words in _DEVICE_ERRORS):
+    if any(words in error for words in _MACHINE_ERRORS):
         return MACHINE
     if kind not in ("", "dead"):
         return UNCLEAR

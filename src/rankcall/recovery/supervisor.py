@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankcall.analysis.verdicts.kept import kept_in
+from rankcall.background import BackgroundCall
 from rankcall.process import host_name
-from rankcall.recovery.failures import Attempt, Cause, cause_of
+from rankcall.ranks import with_noun
+from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
+from rankcall.recovery.leftovers import end_leftovers
 from rankcall.recovery.policy import (
     EXIT_STATUS,
     MAX_RECOVERIES,
@@ -36,6 +39,7 @@ from rankcall.run.recoveries import (
     file_of,
     note,
 )
+from rankcall.run.settle import settle
 
 logger = logging.getLogger("rankcall")
 MAX_VARIABLE, WINDOW_VARIABLE = "RANKCALL_MAX_RECOVERIES", "RANKCALL_RECOVERY_WINDOW"
@@ -96,12 +100,21 @@ class Supervisor:
         os.environ[FILE_VARIABLE] = str(self._file)
         self._restart = restart
         verdicts = {kept.verdict.origin.id for kept in kept_in(self._run_dir)}
-        self._attempt = Attempt(known_verdicts=verdicts)
-        self._note(AttemptStart(restart, time.time_ns()))
+        # Taken before the workers start, so that no verdict of theirs can be among the known ones,
+        # nor a ring of theirs be older than the attempt.
+        self._attempt = Attempt(
+            host=host_name(), started_ns=time.time_ns(), known_verdicts=verdicts
+        )
+        self._note(AttemptStart(restart, self._attempt.started_ns))
 
     def started(self, pids: Mapping[int, int], world_size: int) -> None:
         """Take the pids of the workers, by rank."""
         self._attempt = replace(self._attempt, pids=dict(pids), world_size=world_size)
+        if self._restart:
+            # A worker that was killed leaves its ring in shared memory, and a job may be restarted
+            # for months. The new workers are not held up by the copying; it is given up if the run
+            # directory does not answer, and tried again after the next restart.
+            BackgroundCall(lambda: settle(self._run_dir, 0.0), "rankcall-settle").give_up()
 
     def failed(self, codes: Mapping[int, int]) -> None:
         """Note that workers have failed: by rank, the exit status or the negative signal."""
@@ -110,29 +123,53 @@ class Supervisor:
     def may_restart(self) -> None:
         """Return when the workers are to be started again. Raises ``JobStopped`` if never.
 
-        All workers of this node must be gone.
+        torchrun's agent has ended all workers of this node.
         """
-        failure, end = self._look()
+        self._end_leftovers()
+        failure, end = self._look(cause_of)
         decision = decide(Case(failure, self._earlier, self._limits))
-        self._conclude(failure, end, decision)
+        self._earlier.append(failure)
+        # The decision is noted before the pause: a reader then sees why the job stands still.
+        self._conclude(end, decision)
         self._carry_out(decision, failure)
 
     def follows(self) -> None:
         """Note why this node's workers were ended, although none has failed: another node's did.
 
-        That node decides, so this one restarts whatever the policy says.
+        That node decides, so this one restarts whatever the policy says. Two nodes that decided
+        about one failure could come to different decisions, because each sees its own records.
         """
-        failure, end = self._look()
-        self._conclude(
-            failure, end, Decision("follows", False, "another node restarts its workers")
-        )
+        self._end_leftovers()
+        self._attempt = replace(self._attempt, noticed_ns=time.time_ns())
+        kind = "another_node"
+        failure, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, kind))
+        self._earlier.append(failure)
+        self._conclude(end, Decision("follows", False, "another node restarts its workers"))
 
-    def _look(self) -> tuple[Failure, AttemptEnd]:
+    def joined(self) -> None:
+        """Note that this node's workers were ended so that a new node can take part.
+
+        Nothing has failed, so the policy does not count it.
+        """
+        self._end_leftovers()
+        self._attempt = replace(self._attempt, noticed_ns=time.time_ns())
+        _, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, "new_node"))
+        self._conclude(end, Decision("joined", False, "a new node joins the job"))
+
+    def _end_leftovers(self) -> None:
+        ranks = end_leftovers(self._run_dir, self._attempt.host, self._file)
+        if ranks:
+            self._say(
+                f"ended {with_noun(ranks)} before the next attempt: torchrun had ended the script "
+                "that started the process, but not the process itself"
+            )
+
+    def _look(self, find: Callable[[Path, Attempt], Cause]) -> tuple[Failure, AttemptEnd]:
         """Return what ended the attempt, and what is to be noted of it, without the decision."""
         stopped_ns = time.time_ns()
         try:
             self._note_exits()
-            cause = cause_of(self._run_dir, self._attempt)
+            cause = find(self._run_dir, self._attempt)
         except Exception:  # any run may be damaged in any way, and the job is to go on
             logger.warning("cannot find out why the workers ended", exc_info=True)
             cause = Cause(Signature("unknown"), UNCLEAR, (), "", 0, -1, 0, 0, 0, 0, "")
@@ -155,8 +192,7 @@ class Supervisor:
             verdict=cause.verdict,
         )
 
-    def _conclude(self, failure: Failure, end: AttemptEnd, decision: Decision) -> None:
-        self._earlier.append(failure)
+    def _conclude(self, end: AttemptEnd, decision: Decision) -> None:
         self._note(
             replace(
                 end,
@@ -182,7 +218,12 @@ class Supervisor:
         else:
             step = self._saved + lost
             progressed = step > max((earlier.step for earlier in self._earlier), default=0)
-        failure = Failure(cause.signature, cause.family, step, progressed, time.monotonic())
+        failure = Failure(
+            *(cause.signature, cause.family, step, progressed, time.monotonic()),
+            # A rank of another node may have told of its checkpoints. This node does not know it,
+            # and must not end such a job after few recoveries in a long time.
+            by_window=self._saved >= 0 or len(self._attempt.pids) < self._attempt.world_size,
+        )
         return failure, lost
 
     def _carry_out(self, decision: Decision, failure: Failure) -> None:
