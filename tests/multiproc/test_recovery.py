@@ -131,7 +131,7 @@ def test_an_exception_that_comes_back(tmp_path: Path) -> None:
         ("kill", "dead", (1,)),
         ("leader", "missing", (0,)),  # its watcher leads, and its program ignores SIGTERM
         ("stop_leader", "stopped", (0,)),  # another watcher has to lead
-        ("gil", "missing", (0,)),
+        ("gil", "stopped", (0,)),
         ("stuck", "no_progress", ()),
         ("deadlock", "deadlock", (0, 1)),
         ("init", "no_progress", ()),
@@ -160,7 +160,7 @@ def test_a_hang_while_the_next_attempt_starts(tmp_path: Path) -> None:
 def test_a_rank_that_outlives_its_launcher(tmp_path: Path) -> None:
     """A rank below a shell script ignores SIGTERM; it is gone before the next attempt starts."""
     script = tmp_path / "worker.sh"
-    script.write_text(f"{sys.executable} job.py outlive & wait\n")
+    script.write_text(f"{sys.executable} job.py outlive & wait $!\n")
     (tmp_path / "job.py").write_text(JOB)
     recovers = ("--capture", "python", "--on-hang", "recover", "--run-dir", tmp_path / "run")
     ended = launch(

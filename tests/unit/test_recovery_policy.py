@@ -122,3 +122,8 @@ def test_pauses_double_up_to_a_minute() -> None:
 def test_families(family: str, kind: str, code: int | None, error: str) -> None:
     """An error of a device is the machine's, any other exception the program's."""
     assert family_of(kind, code, error) == family
+
+
+def test_a_process_that_may_be_held_by_its_program() -> None:
+    """A signal stops a process for sure; a thread that keeps the GIL is perhaps the program's."""
+    assert family_of("stopped", None, "", certain=False) == UNCLEAR

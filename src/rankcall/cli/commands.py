@@ -140,4 +140,20 @@ COMMANDS = {
             ("RANKCALL_CACHE=/opt/rankcall rankcall build", "for all users of an image"),
         ),
     ),
+    "bar": Entry(
+        _KEEP,
+        "Keep a node out of a job that carries on.",
+        (
+            ("rankcall bar node-7", "of the only live job of this host"),
+            ("rankcall bar node-7 RUN --for 86400 --reason 'fan is broken'", "for a day"),
+        ),
+    ),
+    "unbar": Entry(
+        _KEEP,
+        "Let a node that was barred into a job again.",
+        (
+            ("rankcall unbar node-7", "in the only live job of this host"),
+            ("rankcall unbar node-7 RUN", "in another one"),
+        ),
+    ),
 }

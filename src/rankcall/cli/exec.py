@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,11 +20,12 @@ import typer
 
 from rankcall._native import cache_dir
 from rankcall._prebuilt import FOLDER
+from rankcall.analysis.verdicts.suspects import ASKED
 from rankcall.cli import stderr
 from rankcall.cli.common import open_run, say
 from rankcall.cli.environment import environment, hooking
 from rankcall.cli.job_options import JobOptions, Reaction, prepare, takes_job_options
-from rankcall.cli.outcome import explain_failure, note_own_exit
+from rankcall.cli.outcome import explain_failure, keep_outcome, note_own_exit
 from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import Outcome
 from rankcall.errors import RankcallError
@@ -49,6 +51,7 @@ def _command(args: list[str], options: JobOptions) -> None:
     Each process below it that creates a process group is recorded. The command keeps its terminal
     and its exit status, and gets the signals that this process gets.
     """
+    began_ns = time.time_ns()
     options.check()
     _check(args[0])
     recorder = options.capture.value
@@ -80,7 +83,7 @@ def _command(args: list[str], options: JobOptions) -> None:
             for place in noted:
                 with contextlib.suppress(OSError):
                     take_tails(Path(words) / STDERR, place)
-            _report(noted, pid, status, options.judged_after)
+            _report(noted, pid, status, options.judged_after, began_ns)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)
@@ -204,7 +207,7 @@ def _places(noted: Path) -> list[Path]:
     return [Path(os.fsdecode(path)) for path in dict.fromkeys(paths)]
 
 
-def _report(places: list[Path], pid: int, status: int, hang_after: float) -> None:
+def _report(places: list[Path], pid: int, status: int, hang_after: float, began_ns: int) -> None:
     """Move what killed ranks left into their runs, and say where the records are.
 
     ``status`` is that of the process ``pid``. If that is a rank, its run gets a note of it.
@@ -221,6 +224,7 @@ def _report(places: list[Path], pid: int, status: int, hang_after: float) -> Non
             say(f"the records in {place} cannot be read: {error}")
             continue
         note_own_exit(run, pid, status)
+        keep_outcome(run.path, status, began_ns, was_asked=status in ASKED)
         ranks = sorted({head.header.rank for head in run.heads})
         where = run.path  # another one, if a rank could not make the run directory
         say(f"recorded {with_noun(ranks)} in {where}; read it with: rankcall report {where}")

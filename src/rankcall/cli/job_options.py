@@ -23,7 +23,12 @@ from rankcall.job.evidence import COLLECT_TO
 from rankcall.job.sealing import job_secret
 from rankcall.job.uploads import check_url
 from rankcall.recovery.policy import MAX_RECOVERIES, WINDOW_S
-from rankcall.recovery.supervisor import MAX_VARIABLE, WINDOW_VARIABLE
+from rankcall.recovery.supervisor import (
+    BAR_AFTER,
+    BAR_AFTER_VARIABLE,
+    MAX_VARIABLE,
+    WINDOW_VARIABLE,
+)
 
 
 class Reaction(str, Enum):
@@ -103,6 +108,16 @@ class JobOptions:
             help="The window for --max-recoveries.",
         ),
     ] = WINDOW_S
+    bar_after: Annotated[
+        int,
+        typer.Option(
+            envvar=BAR_AFTER_VARIABLE,
+            metavar="K",
+            min=0,
+            help="With --on-hang recover and --nnodes MIN:MAX: a node leaves the job once its "
+            "ranks were the culprits so often; 0: never.",
+        ),
+    ] = BAR_AFTER
     collect_to: Annotated[
         str,
         typer.Option(
@@ -158,6 +173,7 @@ class JobOptions:
         if self.on_hang is Reaction.recover:
             variables[MAX_VARIABLE] = str(self.max_recoveries)
             variables[WINDOW_VARIABLE] = f"{self.recovery_window:g}"
+            variables[BAR_AFTER_VARIABLE] = str(self.bar_after)
         if self.collect_to:
             variables[COLLECT_TO] = self.collect_to
         if self.trace is not None:

@@ -10,13 +10,20 @@ from pathlib import Path
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.kept import kept_in, whole_verdict
+from rankcall.cli.common import say
 from rankcall.cli.torchrun import TERMINATED, Outcome
 from rankcall.errors import RankcallError
 from rankcall.job.watcher import ABORT_STATUS
+from rankcall.process import host_name
+from rankcall.recovery.history import History, history_of
+from rankcall.recovery.policy import decide
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.ring.layout import Header
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.load import Run, load
+from rankcall.run.outcome import BARRED, DONE, REPEATS, JobFailure, JobOutcome, write_outcome
+
+_ENDED_BY_POLICY = "the policy of restarts has ended the job"
 
 
 def note_failures(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) -> None:
@@ -58,6 +65,68 @@ def note_own_exit(run: Run, pid: int, code: int) -> None:
             process = header.rank, header.attempt, header.host, header.pid
             with contextlib.suppress(OSError):
                 note_exit(run.path, Exit(*process, code, time.time_ns()))
+
+
+def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool = False) -> None:
+    """Write into the run how the job ended, for the program that decides whether to restart it.
+
+    Args:
+        run_dir: The run directory.
+        status: The exit status of the command; negative for a signal.
+        began_ns: When the command began, in ns since the epoch.
+        was_asked: Whether a signal or Ctrl-C asked the job to end.
+    """
+    try:
+        run = load(run_dir, exits_only=True)
+        history = history_of(run) if status != DONE and not was_asked else None
+    except (RankcallError, OSError):  # no rank made a ring, or the run was removed
+        run, history = None, None
+    failure = None
+    if history is not None:
+        last = history.case.failure
+        hosts = {
+            head.header.host
+            for head in (run.heads if run else ())
+            if head.header.rank in history.culprits
+        }
+        signature = last.signature
+        failure = JobFailure(
+            *(signature.kind, last.family, signature.op, signature.line, signature.role),
+            ranks=history.culprits,
+            hosts=tuple(sorted(hosts)),
+            step=last.step if last.step >= 0 else None,
+            lost_steps=history.lost if history.lost >= 0 else None,
+            summary=history.summary,
+        )
+    outcome, helps, reason = _meaning(status, history, was_asked=was_asked)
+    failures = 0 if history is None else len(history.case.earlier) + 1
+    ended = JobOutcome(
+        *(status, outcome, helps, reason, failure, failures, host_name(), time.time_ns())
+    )
+    try:
+        write_outcome(run_dir, ended, began_ns)
+    except OSError as error:
+        say(f"cannot write how the job ended into {run_dir}: {error.strerror}")
+
+
+def _meaning(
+    status: int, history: History | None, *, was_asked: bool
+) -> tuple[str, bool | None, str]:
+    """Return what a status says: in one word, whether a restart may help, and why."""
+    if status == DONE:
+        return "done", False, "the job has ended well"
+    if was_asked:
+        return "interrupted", None, "a signal asked the job to end"
+    if status == BARRED:
+        return "barred", False, "this node is barred from the job, which goes on without it"
+    decision = decide(history.case) if history is not None else None
+    if status == REPEATS:
+        known = decision is not None and decision.stops
+        reason = decision.reason if decision is not None and known else _ENDED_BY_POLICY
+        return "repeats", False, reason
+    if decision is None:
+        return "failed", None, "it is not known what failed"
+    return "failed", not decision.stops, decision.reason
 
 
 def verdict_ids(run_dir: Path) -> frozenset[str]:

@@ -23,7 +23,7 @@ from rankcall.cli.common import say
 from rankcall.cli.environment import environment
 from rankcall.cli.exits import noting_exits
 from rankcall.cli.job_options import JobOptions, Reaction, prepare, takes_job_options
-from rankcall.cli.outcome import explain_failure, note_failures, verdict_ids
+from rankcall.cli.outcome import explain_failure, keep_outcome, note_failures, verdict_ids
 from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import (
     USAGE_ERROR,
@@ -90,6 +90,8 @@ def _command(args: list[str], options: JobOptions) -> None:
                 with _undisturbed():
                     stderr.finish()
                     _finish(chosen_dir, job, rings_before, outcome)
+                    began_ns = int(began * 1e9)
+                    keep_outcome(chosen_dir, outcome.status, began_ns, was_asked=outcome.was_asked)
                     _say_why(chosen_dir, outcome, options.judged_after, verdicts_before)
                     _say_what_the_node_knows(outcome, began, oom_kills_before)
     raise typer.Exit(outcome.status)

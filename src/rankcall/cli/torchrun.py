@@ -15,7 +15,7 @@ from rankcall.cli.environment import hooking
 from rankcall.cli.job_options import OPTIONS
 from rankcall.recovery.agent import install
 from rankcall.recovery.policy import EXIT_STATUS
-from rankcall.recovery.supervisor import JobStopped
+from rankcall.recovery.supervisor import JobStopped, NodeBarred
 
 USAGE_ERROR = 2  # the exit status that argparse and click use
 TERMINATED = -15  # torchrun ends the remaining workers with SIGTERM, and some with SIGKILL
@@ -107,6 +107,7 @@ class Outcome:
     status: int
     failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # exit codes; < 0: signals
     table: str = ""  # torchrun's table of failed workers
+    was_asked: bool = False  # to end, by a signal or Ctrl-C
 
 
 def torchrun(argv: Sequence[str]) -> Outcome:
@@ -124,10 +125,14 @@ def torchrun(argv: Sequence[str]) -> Outcome:
         return Outcome(1, codes, str(failed))
     except JobStopped as stopped:
         return Outcome(EXIT_STATUS, stopped.codes)
+    except NodeBarred as barred:
+        return Outcome(int(barred.code or 1))
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
+        return Outcome(1, was_asked=True)
     except KeyboardInterrupt:
         say("the job was interrupted before its workers ran")
+        return Outcome(1, was_asked=True)
     except Exception as error:
         reason = " ".join(str(error).split())
         say(f"torchrun could not run the job: {type(error).__name__}: {reason}")

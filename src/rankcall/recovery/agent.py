@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rankcall.recovery.rendezvous import Rendezvous
 from rankcall.recovery.supervisor import Supervisor, settings_from_environment
 
 
@@ -42,6 +43,13 @@ def _agent_class(supervisor: Supervisor) -> type:
         """The agent of one node. The methods are those that torch's own agent calls, in order."""
 
         _has_failed = _has_started = False
+
+        def __init__(self, spec: Any, *args: Any, **keywords: Any) -> None:
+            # launch_agent closes the rendezvous by this attribute, too.
+            self._rendezvous_of_job = spec.rdzv_handler = Rendezvous(spec.rdzv_handler)
+            self._rendezvous_of_job.before = lambda: supervisor.admit(spec.rdzv_handler)
+            super().__init__(spec, *args, **keywords)
+
         _nodes: frozenset[Any] = frozenset()  # of the attempt that runs
 
         def _monitor_workers(self, worker_group: Any) -> Any:
@@ -60,22 +68,20 @@ def _agent_class(supervisor: Supervisor) -> type:
             super()._stop_workers(worker_group)
 
         def _initialize_workers(self, worker_group: Any) -> None:
-            handler = worker_group.spec.rdzv_handler
             if self._has_failed:
                 supervisor.may_restart()
-            elif self._has_started and self._nodes and self._nodes <= _nodes(handler):
+            elif self._has_started and self._nodes and self._nodes <= self._rendezvous_of_job.nodes:
                 supervisor.joined()  # all nodes still take part: a new one waits to be let in
             elif self._has_started:
                 supervisor.follows()
             self._has_failed, self._has_started = False, True
-            _forget_store(handler)
             super()._initialize_workers(worker_group)
 
         def _start_workers(self, worker_group: Any) -> Any:
             spec = worker_group.spec
-            self._nodes = _nodes(spec.rdzv_handler)
+            self._nodes = self._rendezvous_of_job.nodes
             budget = self._remaining_restarts
-            number = _round(spec.rdzv_handler, default=spec.max_restarts - budget)
+            number = self._rendezvous_of_job.round(default=spec.max_restarts - budget)
             supervisor.before_start(number)
             # torch numbers an attempt by the restarts that this node has caused itself. Nodes would
             # then number it differently, and the workers, who look for each other below that
@@ -103,31 +109,3 @@ def _is_stopped_child(pid: Any) -> bool:
     except (OSError, ValueError, TypeError):
         return False
     return stat.rpartition(b")")[2].split()[:2] == [b"T", b"%d" % os.getpid()]
-
-
-def _state(handler: Any) -> Any:
-    """Return what this node knows of torch's dynamic rendezvous; None for another kind of it."""
-    return getattr(getattr(handler, "_state_holder", None), "state", None)
-
-
-def _nodes(handler: Any) -> frozenset[Any]:
-    """Return the nodes that take part in the rendezvous; none if it does not tell."""
-    return frozenset(getattr(_state(handler), "participants", ()))
-
-
-def _round(handler: Any, default: int) -> int:
-    """Return the number of the rendezvous, from 0 on, which all of its nodes know."""
-    number = getattr(_state(handler), "round", None)
-    return number if type(number) is int and number >= 0 else default
-
-
-def _forget_store(handler: Any) -> None:
-    """Have the rendezvous make a new store for the workers of the next attempt.
-
-    torch says that it does ("We create a new TCPStore for every retry", rendezvous.py), and keeps
-    the first one (DynamicRendezvousHandler, 2.13). The keys of the attempt before are then still in
-    it, and a new worker connects to the address of one that has ended.
-    """
-    for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
-        if getattr(handler, name, None) is not None:
-            setattr(handler, name, None)

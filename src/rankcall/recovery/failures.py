@@ -106,13 +106,24 @@ def cause_elsewhere(run_dir: Path, attempt: Attempt, kind: str) -> Cause:
 
 def cause_in(run: Run) -> Cause | None:
     """Return what ended the last attempt of a run that nobody supervised; None if nothing did."""
-    pids = {head.header.rank: head.header.pid for head in run.heads}
+    last = max((head.header.attempt for head in run.heads), default=0)
+    headers = [head.header for head in run.heads if head.header.attempt == last]
+    pids = {header.rank: header.pid for header in headers}
+    started_ns = min((header.anchor_epoch_ns for header in headers), default=0)
+    # Another job may have been recorded into the same directory before.
+    known = {
+        kept.verdict.origin.id
+        for kept in kept_in(run.path)
+        if kept.verdict.origin.epoch_ns < started_ns
+    }
     codes = {
         ended.rank: ended.code
         for ended in read_exits(run.path)
         if ended.code and ended.pid in pids.values() and not ended.by_launcher
     }
-    attempt = Attempt(pids, run.world_size, codes=codes)
+    attempt = Attempt(
+        pids, run.world_size, started_ns=started_ns, known_verdicts=known, codes=codes
+    )
     cause = cause_of(run.path, attempt)
     return cause if cause.verdict or codes or cause.culprits else None
 
@@ -195,7 +206,8 @@ def _cause(
     signature = Signature(
         finding.kind, finding.op, line[:_MOST_LINE], _role(culprits, attempt.world_size)
     )
-    family = family_of(finding.kind, None if verdict else code, error)
+    certain = finding.confidence == "certain"
+    family = family_of(finding.kind, None if verdict else code, error, certain=certain)
     progress = _progress(headers.values())
     return Cause(signature, family, culprits, finding.summary, *progress, *times, verdict=verdict)
 

@@ -232,7 +232,7 @@ def decide(case: Case) -> Decision:
     return Decision(row.rule, row.stops, row.reason(case), row.delay_s(case))
 
 
-def family_of(kind: str, code: int | None, error: str) -> str:
+def family_of(kind: str, code: int | None, error: str, *, certain: bool = True) -> str:
     """Return what is at fault, the program or the machine, if that is clear.
 
     Args:
@@ -240,9 +240,13 @@ def family_of(kind: str, code: int | None, error: str) -> str:
         code: How the culprit ended: its exit status, or the negative number of a signal. None if it
             was not the first to end, for example because it hung.
         error: The exception that ended it; empty without one.
+        certain: Whether the finding is. A signal has certainly stopped a process. One that only
+            gives no sign of life may be held by its program, for example by a thread with the GIL.
     """
     if kind in _PROGRAM_KINDS:
         return PROGRAM
+    if kind == "stopped" and not certain:
+        return UNCLEAR
     if kind in _MACHINE_KINDS:
         return MACHINE
     if any(words in error for words in _MACHINE_ERRORS):

@@ -22,6 +22,7 @@ from rankcall.recovery.leftovers import end_leftovers
 from rankcall.recovery.policy import (
     EXIT_STATUS,
     MAX_RECOVERIES,
+    PROGRAM,
     UNCLEAR,
     WINDOW_S,
     Case,
@@ -30,6 +31,8 @@ from rankcall.recovery.policy import (
     Limits,
     decide,
 )
+from rankcall.recovery.rendezvous import Rendezvous
+from rankcall.run.bars import BAR_S, Bar, bar_of, newest, note_bar, read_bars
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.recoveries import (
     FILE_VARIABLE,
@@ -43,6 +46,17 @@ from rankcall.run.settle import settle
 
 logger = logging.getLogger("rankcall")
 MAX_VARIABLE, WINDOW_VARIABLE = "RANKCALL_MAX_RECOVERIES", "RANKCALL_RECOVERY_WINDOW"
+BAR_AFTER_VARIABLE = "RANKCALL_BAR_AFTER"
+BAR_AFTER = 2  # once may be chance
+BARRED_STATUS = 69  # EX_UNAVAILABLE of sysexits.h
+
+
+class NodeBarred(SystemExit):
+    """This node is barred, and leaves the job to the others."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(BARRED_STATUS)
+        self.reason = reason
 
 
 class JobStopped(SystemExit):
@@ -59,6 +73,7 @@ class Supervised:
 
     run_dir: Path
     limits: Limits
+    bar_after: int = BAR_AFTER
 
 
 def settings_from_environment() -> Supervised | None:
@@ -67,7 +82,7 @@ def settings_from_environment() -> Supervised | None:
     if os.environ.get("RANKCALL_ON_HANG") != "recover" or not run_dir:
         return None
     limits = Limits(int(_number(MAX_VARIABLE, MAX_RECOVERIES)), _number(WINDOW_VARIABLE, WINDOW_S))
-    return Supervised(Path(run_dir).absolute(), limits)
+    return Supervised(Path(run_dir).absolute(), limits, int(_number(BAR_AFTER_VARIABLE, BAR_AFTER)))
 
 
 def _number(name: str, default: float) -> float:
@@ -88,11 +103,14 @@ class Supervisor:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._run_dir, self._limits = settings.run_dir, settings.limits
+        self._bar_after = settings.bar_after
         self._say, self._sleep = say, sleep
         self._file = file_of(self._run_dir, host_name(), os.getpid())
         self._attempt = Attempt()
         self._restart = 0
         self._earlier: list[Failure] = []
+        self._blamed_ns = 0
+        self._blamed = 0  # how often a rank of this node was the culprit, and not the program
         self._saved = -1  # the step of the job from which the present attempt went on, if known
 
     def before_start(self, restart: int) -> None:
@@ -156,6 +174,61 @@ class Supervisor:
         _, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, "new_node"))
         self._conclude(end, Decision("joined", False, "a new node joins the job"))
 
+    def admit(self, rendezvous: Rendezvous) -> None:
+        """Return if this node may join the other nodes. Raises ``NodeBarred`` if not.
+
+        A node bars itself, once it was the culprit often enough: its own agent knows its ranks, and
+        the agents need no protocol for it. A person may have barred it as well. A job that cannot
+        go on without the node keeps it, and says so. Never raises anything else.
+        """
+        if not rendezvous.is_dynamic:
+            return
+        try:
+            bar = self._bar(rendezvous)
+            if bar is None:
+                return
+            needed = rendezvous.why_needed()
+        except Exception as error:  # what the store raises; torch tells of it in a moment
+            logger.warning("cannot find out whether this node is barred: %s", error)
+            return
+        node = self._attempt.host or host_name()
+        if needed:
+            self._say(f"{node} is to leave the job ({bar.reason}), and stays: {needed}")
+            return
+        self._keep_bar(rendezvous, bar)
+        rendezvous.leave()
+        self._say(
+            f"{node} leaves the job, and is barred until {bar.shown_end}: {bar.reason}. To let it "
+            f"in again: rankcall unbar {node} {self._run_dir}"
+        )
+        raise NodeBarred(bar.reason)
+
+    def _bar(self, rendezvous: Rendezvous) -> Bar | None:
+        """Return the bar of this node that holds now: a new one, or one from the run or store."""
+        node = host_name()
+        known = newest([*read_bars(self._run_dir), *rendezvous.bars_of(node)]).get(node)
+        if known is not None and not known.barred and known.at_ns > self._blamed_ns:
+            self._blamed = 0  # a person says that the node is well
+        if self._bar_after and self._blamed >= self._bar_after:
+            times = "once" if self._blamed == 1 else f"{self._blamed} times"
+            return bar_of(node, f"its ranks held the job up {times}", BAR_S)
+        return known if known is not None and known.holds(time.time_ns()) else None
+
+    def _keep_bar(self, rendezvous: Rendezvous, bar: Bar) -> None:
+        """Keep a bar in the run and the store; another agent on this node then finds it."""
+        try:
+            rendezvous.publish(bar)
+            if bar not in read_bars(self._run_dir):
+                note_bar(self._run_dir, bar)
+        except Exception as error:
+            logger.warning("cannot keep everywhere that this node is barred: %s", error)
+
+    def _blame(self, cause: Cause) -> None:
+        """Count a failure against this node if its ranks are the culprits, and not the program."""
+        here = set(cause.culprits) & set(self._attempt.pids)
+        if here and cause.family != PROGRAM and len(self._attempt.pids) < self._attempt.world_size:
+            self._blamed, self._blamed_ns = self._blamed + 1, time.time_ns()
+
     def _end_leftovers(self) -> None:
         ranks = end_leftovers(self._run_dir, self._attempt.host, self._file)
         if ranks:
@@ -173,6 +246,7 @@ class Supervisor:
         except Exception:  # any run may be damaged in any way, and the job is to go on
             logger.warning("cannot find out why the workers ended", exc_info=True)
             cause = Cause(Signature("unknown"), UNCLEAR, (), "", 0, -1, 0, 0, 0, 0, "")
+        self._blame(cause)
         failure, lost = self._failure(cause)
         return failure, AttemptEnd(
             self._restart,

@@ -12,6 +12,9 @@
         exits/                                      how the workers ended: see ``exits``
         hangs/0001/                                 a verdict of the watcher: see ``hangs``
         stderr/                                     the end of each rank's: see ``stderr_tails``
+        recoveries/                                 restarts, and what was decided: ``recoveries``
+        bars.jsonl                                  the nodes that are kept out: see ``bars``
+        outcome.json                                how the job ended: see ``outcome``
         joins.jsonl                                 the sums of each ``Join``: see ``joins``
     /dev/shm/rankcall-<uid>/<run>-<hash>/           the rings of processes that still run
 

@@ -1,0 +1,171 @@
+"""torch's rendezvous, with a door: a node that is barred is refused, and can leave it open.
+
+torch's handler does the whole rendezvous. This one asks before a node joins, and it does not close
+the rendezvous if its node leaves while the job goes on: torch closes it for all nodes whenever an
+agent ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rankcall.run.bars import Bar, decode_bar, encode_bar
+
+# How long a barred node waits for the others before it is let in because the job needs it. The
+# others may be between two attempts. torch waits as long for late nodes (``last_call_timeout``).
+_OTHERS_COME_S = 30.0
+_POLL_S = 1.0
+_EXIT_S = 10.0  # to tell the others that this node leaves; without that, they notice after 15 s
+_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+
+
+class Rendezvous:
+    """torch's handler, which it wraps, and the job's store.
+
+    Only torch's dynamic rendezvous (``c10d``, the default) can lose nodes. For another kind,
+    ``is_dynamic`` is false, and all nodes are let in.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self._is_left = self._has_joined = False
+        # Called before each rendezvous; an exception of it keeps the node out.
+        self.before: Callable[[], object] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what torch's handler has; all that is not defined here is as it was."""
+        return getattr(self._handler, name)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether nodes can leave and join."""
+        return self._state is not None
+
+    @property
+    def _state(self) -> Any:
+        return getattr(getattr(self._handler, "_state_holder", None), "state", None)
+
+    @property
+    def nodes(self) -> frozenset[Any]:
+        """The nodes that take part, as of the last look; none if it does not tell."""
+        return frozenset(getattr(self._state, "participants", ()))
+
+    def round(self, default: int) -> int:
+        """Return the number of the rendezvous, from 0 on, which all of its nodes know."""
+        number = getattr(self._state, "round", None)
+        return number if type(number) is int and number >= 0 else default
+
+    def next_rendezvous(self) -> Any:
+        """Join the others, if this node may. Raises what ``before`` raises, and what torch does."""
+        self.before()
+        self._forget_store()
+        joined = self._handler.next_rendezvous()
+        self._has_joined = True
+        return joined
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous for all nodes, unless this node has left it to them."""
+        return True if self._is_left else bool(self._handler.shutdown())
+
+    def leave(self) -> None:
+        """Take this node out. The others go on, and go on sooner if they are told.
+
+        Never raises: nodes whose heartbeats end are taken out by the others after 15 s.
+        """
+        self._is_left = True
+        with contextlib.suppress(Exception):
+            from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+            self._handler._stop_heartbeats()
+            leave = dynamic_rendezvous._RendezvousExitOp()
+            self._handler._op_executor.run(leave, time.monotonic() + _EXIT_S)
+
+    def why_needed(self, sleep: Callable[[float], object] = time.sleep) -> str:
+        """Return why the job cannot go on without this node; empty if it can.
+
+        The others may be between two attempts, so they get some time to come.
+        """
+        if self.hosts_store():
+            return "it hosts the store of the rendezvous, and all nodes would end with it"
+        least, deadline = self._handler.settings.min_nodes, time.monotonic() + _OTHERS_COME_S
+        while (others := self._others()) < least:
+            if time.monotonic() >= deadline:
+                return f"the job needs {least} nodes, and {others} others are there"
+            sleep(_POLL_S)
+        # Nodes that leave in one round count themselves, so that not too many do. A node that comes
+        # back is not among those that are there, so it counts nothing, however often it tries.
+        leaving = int(self._store().add(f"leaving/{self.round(0)}", 1)) if self._has_joined else 1
+        if others + 1 - leaving < least:
+            return f"the job needs {least} nodes, and others leave it at this moment"
+        return ""
+
+    def _others(self) -> int:
+        """Return how many other nodes take part or wait. Raises if the store does not answer."""
+        self._handler.num_nodes_waiting()  # asks the store, unlike ``_state``
+        state = self._state
+        here = {*state.participants, *state.wait_list, *state.redundancy_list}
+        return len(here - {self._handler._this_node})
+
+    def publish(self, bar: Bar) -> None:
+        """Write a bar into the job's store. Raises what the store raises."""
+        self._store().set(f"bar/{bar.node}", encode_bar(bar))
+
+    def bars_of(self, node: str) -> list[Bar]:
+        """Return what the job's store says of a node; nothing if it does not answer.
+
+        The value counts as far as it is sound: whoever reaches the store can also end the job.
+        """
+        with contextlib.suppress(Exception):
+            store, key = self._store(), f"bar/{node}"
+            if store.check([key]):
+                bar = decode_bar(bytes(store.get(key)))
+                return [bar] if bar.node == node else []
+        return []
+
+    def _store(self) -> Any:
+        from torch.distributed import PrefixStore
+
+        run_id = self._handler.settings.run_id
+        return PrefixStore(f"rankcall/{run_id}/", self._handler._store)
+
+    def hosts_store(self) -> bool:
+        """Return whether this process hosts the store: it listens on the store's port."""
+        port = getattr(self._handler._store, "port", None)
+        return isinstance(port, int) and _listens(port)
+
+    def _forget_store(self) -> None:
+        """Have the rendezvous make a new store for the workers of the next attempt.
+
+        torch says that it does ("We create a new TCPStore for every retry", rendezvous.py), and
+        keeps the first one (DynamicRendezvousHandler, 2.13). The keys of the attempt before are
+        then still in it, and a new worker connects to the address of one that has ended.
+        """
+        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if getattr(self._handler, name, None) is not None:
+                setattr(self._handler, name, None)
+
+
+def _listens(port: int) -> bool:
+    """Return whether this process listens on a TCP port."""
+    inodes = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(fields[9])
+    links = []
+    with contextlib.suppress(OSError):
+        links = os.listdir("/proc/self/fd")
+    for link in links:
+        with contextlib.suppress(OSError):
+            socket = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{link}"))
+            if socket and socket[1] in inodes:
+                return True
+    return False

@@ -1,0 +1,172 @@
+"""A node that held the job up leaves it, is refused, and is let in again: torch's own rendezvous.
+
+The nodes are handlers of torch's in one process, over one store in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankcall.background import BackgroundCall
+from rankcall.recovery import rendezvous as module
+from rankcall.recovery.policy import Limits
+from rankcall.recovery.rendezvous import Rendezvous
+from rankcall.recovery.supervisor import NodeBarred, Supervised, Supervisor
+from rankcall.run.bars import bar_of, newest, note_bar, read_bars
+from rankcall.run.recoveries import FILE_VARIABLE
+
+WAIT_S = 60.0
+
+
+class Node:
+    """One node: torch's handler, ours around it, and its supervisor."""
+
+    def __init__(self, name: str, store: Any, run_dir: Path, least: int, most: int) -> None:
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+            C10dRendezvousBackend,
+        )
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+            DynamicRendezvousHandler,
+            RendezvousTimeout,
+        )
+
+        handler = DynamicRendezvousHandler.from_backend(
+            *("job", store, C10dRendezvousBackend(store, "job"), least, most, "localhost"),
+            timeout=RendezvousTimeout(
+                join=timedelta(seconds=WAIT_S), last_call=timedelta(seconds=1)
+            ),
+        )
+        self.name, self.said = name, list[str]()
+        self.rendezvous = Rendezvous(handler)
+        self.supervisor = Supervisor(Supervised(run_dir, Limits()), self.said.append)
+        self.rendezvous.before = lambda: self.supervisor.admit(self.rendezvous)
+        self.ranks = {0: 1 << 22}
+
+    def culprit(self, times: int) -> None:
+        """Let this node's rank be killed so often, in a job of several nodes."""
+        for number in range(times):
+            self.supervisor.before_start(number)
+            self.supervisor.started(self.ranks, 2)
+            self.supervisor.failed({0: -9})
+            self.supervisor._look(self._killed)
+
+    def _killed(self, run_dir: Path, attempt: Any) -> Any:
+        from rankcall.recovery.failures import cause_of
+
+        return cause_of(run_dir, attempt)
+
+    def close(self) -> None:
+        """End the threads of torch's handler."""
+        self.rendezvous._stop_heartbeats()
+
+
+@pytest.fixture
+def nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, int, int], Node]]:
+    """Return what makes nodes of one job. Each process has one host name, so it is set before."""
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr(module, "_OTHERS_COME_S", 0.0)
+    monkeypatch.setenv(FILE_VARIABLE, "")  # a supervisor sets it for its workers
+    store, made = HashStore(), list[Node]()
+
+    def make(name: str, least: int, most: int) -> Node:
+        monkeypatch.setenv("RANKCALL_HOST", name)
+        made.append(Node(name, store, tmp_path, least, most))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def meet(*together: Node) -> None:
+    """Let nodes take part in one rendezvous."""
+    calls = [BackgroundCall(node.rendezvous.next_rendezvous, node.name) for node in together]
+    for call in calls:
+        assert call.ended(WAIT_S)
+        call.outcome()
+
+
+def joins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a node pass the door, as the process of that host."""
+    monkeypatch.setenv("RANKCALL_HOST", node.name)
+    node.supervisor.admit(node.rendezvous)
+
+
+def test_a_node_that_was_the_culprit_twice(
+    nodes: Callable[[str, int, int], Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves, the other one goes on alone, and it gets in again once a person says so."""
+    bad, good = nodes("node-b", 1, 2), nodes("node-a", 1, 2)
+    meet(bad, good)
+    bad.culprit(1)
+    joins(bad, monkeypatch)  # once may be chance
+    bad.culprit(1)
+    with pytest.raises(NodeBarred) as barred:
+        joins(bad, monkeypatch)
+    assert barred.value.code == 69
+    assert "node-b leaves the job, and is barred until" in bad.said[-1]
+    assert bad.rendezvous.shutdown()  # torch's launcher does so when its agent has ended
+    meet(good)
+    assert not good.rendezvous.is_closed()
+    assert good.rendezvous.round(0) == 1
+    again = nodes("node-b", 1, 2)
+    for _ in range(4):  # however often it tries
+        with pytest.raises(NodeBarred):
+            joins(again, monkeypatch)
+    assert newest(read_bars(tmp_path))["node-b"].holds(bad.supervisor._blamed_ns)
+    (tmp_path / "bars.jsonl").rename(tmp_path / "elsewhere")  # the node's own disk was replaced
+    with pytest.raises(NodeBarred):
+        joins(again, monkeypatch)  # the store knows
+    note_bar(tmp_path, bar_of("node-b", "mended", 0.0, barred=False))
+    joins(nodes("node-b", 1, 2), monkeypatch)
+
+
+def test_the_job_keeps_what_it_needs(
+    nodes: Callable[[str, int, int], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two nodes that are to leave a job of three at once, one stays: the least is two."""
+    three = [nodes(name, 2, 3) for name in ("node-a", "node-b", "node-c")]
+    meet(*three)
+    for node in three[:2]:
+        node.culprit(2)
+    with pytest.raises(NodeBarred):
+        joins(three[0], monkeypatch)
+    joins(three[1], monkeypatch)
+    assert "stays: the job needs 2 nodes" in three[1].said[-1]
+
+
+def test_the_host_of_the_store(
+    nodes: Callable[[str, int, int], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that listens on the store's port hosts it, and one that is connected does not."""
+    from torch.distributed import TCPStore
+
+    host = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert module._listens(host.port)
+    child = os.fork()
+    if child == 0:  # the child has the socket as well; once it has closed it, it hosts nothing
+        os.closerange(3, 1 << 10)
+        os._exit(0 if not module._listens(host.port) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_another_rendezvous_lets_all_in() -> None:
+    """A static rendezvous cannot lose nodes: nothing is asked, and nothing raised."""
+
+    class Static:
+        def next_rendezvous(self) -> str:
+            return "joined"
+
+    node = Rendezvous(Static())
+    assert not node.is_dynamic
+    assert node.next_rendezvous() == "joined"
+    assert (node.nodes, node.round(default=3)) == (frozenset(), 3)
