@@ -10,6 +10,8 @@ import pytest
 from rankcall.cli import main
 from rankcall.run.bars import BARS, bar_of, decode_bar, encode_bar, newest, read_bars
 
+SOUND = {"node": "a", "barred": True, "reason": "b", "at_ns": 1, "until_ns": 2}
+
 
 def test_the_newest_line_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A node is barred, and let in again; what holds is said."""
@@ -36,10 +38,10 @@ def test_the_newest_line_counts(tmp_path: Path, capsys: pytest.CaptureFixture[st
         b"[" * 100_000,
         b'"text"',
         b"{}",
-        json.dumps({**json.loads(encode_bar(bar_of("a", "b", 1))), "until_ns": 1e9}).encode(),
-        json.dumps({**json.loads(encode_bar(bar_of("a", "b", 1))), "at_ns": -1}).encode(),
-        json.dumps({**json.loads(encode_bar(bar_of("a", "b", 1))), "node": "a" * 300}).encode(),
-        json.dumps({**json.loads(encode_bar(bar_of("a", "b", 1))), "barred": "no"}).encode(),
+        json.dumps({**SOUND, "until_ns": 1e9}).encode(),
+        json.dumps({**SOUND, "at_ns": -1}).encode(),
+        json.dumps({**SOUND, "node": "a" * 300}).encode(),
+        json.dumps({**SOUND, "barred": "no"}).encode(),
     ],
 )
 def test_damage_is_left_out(damage: bytes, tmp_path: Path) -> None:
