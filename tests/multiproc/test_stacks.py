@@ -170,9 +170,9 @@ def test_rings_that_name_a_wrong_thread(tmp_path: Path) -> None:
 
 def test_py_spy(tmp_path: Path) -> None:
     """py-spy reads native frames of a rank that runs, and Python frames of a stopped one."""
-    from rankcall.run.stacks import _py_spy, stacks_of
+    from rankcall.run.stacks import py_spy, stacks_of
 
-    if _py_spy() is None:
+    if py_spy() is None:
         pytest.skip("py-spy is not installed (rankcall[stacks])")
     plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
     run = tmp_path / "run"
@@ -206,8 +206,8 @@ def _state(ranks: Ranks, rank: int) -> str:
 
 def _may_look_into(pid: int) -> bool:
     """Return whether this user and kernel allow py-spy, by its error message."""
-    from rankcall.run.stacks import _py_spy
+    from rankcall.run.stacks import py_spy
 
-    command = [str(_py_spy()), "dump", "--nonblocking", "--pid", str(pid)]
+    command = [str(py_spy()), "dump", "--nonblocking", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     return not any(word in done.stderr for word in ("Permission", "not permitted"))

@@ -19,6 +19,7 @@ from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.analysis.verdicts.reasons import reasons_for_absence, reasons_for_lateness
 from rankcall.analysis.verdicts.sentences import summary
 from rankcall.capture import named_phases
+from rankcall.capture.moments import Look
 from rankcall.capture.named_phases import names, phase, spent_by
 from rankcall.capture.sampler import Sampler
 from rankcall.ring.layout import PHASE_COUNTERS, SAMPLE_COUNTERS, Geometry, offset_of
@@ -124,7 +125,7 @@ def sampled(folder: Path, clock: list[int]) -> Path:
     shape = Geometry(64, 8, 4096, sample_capacity=8)
     path = folder / "x.ring"
     ring: mmap.mmap = create(path, Identity(rank=0, world_size=1, host="h"), shape)
-    sampler = Sampler(ring, shape)
+    sampler = Sampler(ring, shape, lambda thread: Look())
     sampler.sample(threading.get_native_id())
     with phase("data"):
         clock[0] += 40

@@ -20,6 +20,12 @@ CAUSES = {
     "gc": "gc_s",
     "no_cpu": "runnable_s",
     "disk": "disk_wait_s",
+    "stopped": "stopped_s",
+    "blocked": "blocked_s",
+    "gil": "gil_s",
+    "data_loader": "data_loader_s",
+    "checkpoint": "checkpoint_s",
+    "compilation": "compilation_s",
 }
 OF_THE_CGROUP = {"memory": "memory_stall_s", "io": "io_stall_s"}
 
@@ -93,6 +99,14 @@ def test_what_is_not_known_is_no_cause() -> None:
     one = job(SINCE, {"rank": 2, "gc_s": 9.0})
     assert reasons_for_absence(one, [1, 2]) == []
     assert reasons_for_lateness(one, [2], 0.0) == []
+
+
+@pytest.mark.parametrize("cause", ["blocked", "gil", "data_loader", "checkpoint", "compilation"])
+def test_some_looks_say_too_little(cause: str) -> None:
+    """What is seen twice a second needs three seconds."""
+    short = {"rank": 2, "seconds": 2.9, f"{cause}_s": 2.9}
+    assert reasons_for_absence(job(SINCE, short), [2]) == []
+    assert reasons_for_lateness(job(LATELY, short), [2], 0.5) == []
 
 
 def test_several_ranks_have_the_least_share() -> None:

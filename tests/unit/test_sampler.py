@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rankcall.capture import cgroup, sampler
+from rankcall.capture.moments import Look
 from rankcall.ring.layout import SAMPLE_COUNTERS, Geometry
 from rankcall.ring.reader import read_ring
 from rankcall.ring.writer import Identity, create
@@ -26,7 +27,7 @@ class Sampled:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "x.ring"
         self.ring = create(self._path, Identity(rank=0, world_size=1, host="h"), SHAPE)
-        self.sampler = sampler.Sampler(self.ring, SHAPE)
+        self.sampler = sampler.Sampler(self.ring, SHAPE, lambda thread: Look())
 
     def newest(self, thread: int = 0) -> dict[str, int]:
         """Take a sample; return the counters that it knows."""

@@ -34,6 +34,13 @@ SPENT = np.dtype(
         ("disk_wait_s", "<f8"),  # its training thread waited for a disk
         ("memory_stall_s", "<f8"),  # some task of its cgroup waited for memory
         ("io_stall_s", "<f8"),  # some task of its cgroup waited for I/O
+        ("stopped_s", "<f8"),  # its process stood still
+        ("blocked_s", "<f8"),  # its training thread was in uninterruptible sleep
+        ("gil_s", "<f8"),  # a thread that ran no Python code held the GIL
+        # Its training thread was in torch's data loader, in a checkpoint, in a compilation.
+        ("data_loader_s", "<f8"),
+        ("checkpoint_s", "<f8"),
+        ("compilation_s", "<f8"),
         # Its training thread was in the phase of that number.
         *((f"{name.removesuffix('_ns')}_s", "<f8") for name in PHASE_COUNTERS),
     ]
@@ -42,7 +49,7 @@ Spent = npt.NDArray[Any]
 TIMES = (SPENT.names or ())[3:]
 _COUNTERS = TIMES[1:]
 PHASES = TIMES[-len(PHASE_COUNTERS) :]
-_OF_THREAD = frozenset(("runnable_s", "disk_wait_s", *PHASES))
+_OF_THREAD = frozenset(("runnable_s", "disk_wait_s", *PHASES))  # which the kernel or Python counts
 _OF_ALL_CPUS = frozenset(("throttled_s",))  # a sum, which may be longer than the time
 _S = 1e9
 
@@ -128,6 +135,12 @@ CAUSES = {
     "disk": ("disk_wait_ns",),
     "memory": ("memory_stall_ns",),
     "io": ("io_stall_ns",),
+    "stopped": ("stopped_ns",),
+    "blocked": ("blocked_ns",),
+    "gil": ("gil_ns",),
+    "data_loader": ("data_loader_ns",),
+    "checkpoint": ("checkpoint_ns",),
+    "compilation": ("compilation_ns",),
 }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from rankcall.capture.device_status import DeviceOp
 from rankcall.capture.marks import Marks
+from rankcall.capture.moments import Look
 from rankcall.record import DTYPES
 from rankcall.ring.tables import Group
 
@@ -57,6 +58,9 @@ class Capture(Protocol):
 
     def step(self) -> None:
         """Count an optimizer step."""
+
+    def look(self, thread: int) -> Look:
+        """Return what a thread (Python's number) is doing, and what the process went through."""
 
     def take_device_ops(self) -> list[DeviceOp]:
         """Return the ops on devices that were issued since the last call."""

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 # A reader takes a rank whose heartbeat is 2.5 s old for one that is kept from the GIL, so that a
-# busy machine may delay a beat by four periods. Each beat also takes a sample.
-_HEARTBEAT_SECONDS = 0.5
+# busy machine may delay a beat by the time of three (``moments.py`` has the pauses between them).
 # The thread that waits for an op runs on before the op's end is written: microseconds, on a busy
 # machine milliseconds. An op that is really in flight may take for ever, so nobody waits for that.
 _DRAIN_SECONDS = 0.1
@@ -76,7 +75,7 @@ class Recording(Handle):
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._training_thread = TrainingThread(self.ring, self.geometry)
-        self._sampler = Sampler(self.ring, self.geometry)
+        self._sampler = Sampler(self.ring, self.geometry, self.capture.look)
         self._step_handle: Any = None
         self.claims: set[str] = set()
         self._first_attempt = 0
@@ -277,17 +276,21 @@ class Recording(Handle):
 
     def _beat(self) -> None:
         next_look = time.monotonic() + self._devices.poll_every_s
+        due_ns = time.monotonic_ns()
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
             thread = self._training_thread.find()
             put(self.ring, "train_thread", thread)
+            self._sampler.look(thread, due_ns)
             self._sampler.sample(thread)
             self._rpc_calls.look()
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._devices.poll_every_s
                 self._follow_devices(self._devices.poll)
-            self._stopped.wait(_HEARTBEAT_SECONDS)
+            pause_s = self._sampler.pause_s()
+            due_ns = time.monotonic_ns() + int(pause_s * 1e9)
+            self._stopped.wait(pause_s)
 
     def _follow_devices(self, look: Callable[[], bool | None]) -> bool | None:
         try:

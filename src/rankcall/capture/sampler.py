@@ -21,6 +21,7 @@ from typing import Any
 
 from rankcall.capture import named_phases
 from rankcall.capture.cgroup import limited_cgroup, own_cgroup
+from rankcall.capture.moments import Look, Moments, ThreadTimes
 from rankcall.ring.layout import Geometry
 from rankcall.ring.samples import SampleWriter
 from rankcall.ring.writer import put, put_text
@@ -36,9 +37,11 @@ Parse = Callable[[bytes], dict[str, int]]
 class Sampler:
     """Writes samples into a ring when its caller says so; counts collections as they happen."""
 
-    def __init__(self, ring: mmap.mmap, geometry: Geometry) -> None:
+    def __init__(self, ring: mmap.mmap, geometry: Geometry, look: Callable[[int], Look]) -> None:
+        """Begin with nothing counted; ``look`` is that of the capture."""
         self._ring = ring
         self._writer = SampleWriter(ring, geometry)
+        self._moments = Moments(look, _times_of)
         self._gc_ns, self._full_gc_ns, self._gc_began_ns = 0, 0, 0
         self._names = ""
         self._of_process: list[tuple[str, Parse]] = []
@@ -62,6 +65,14 @@ class Sampler:
         if callback is not None and callback in gc.callbacks:
             gc.callbacks.remove(callback)
 
+    def pause_s(self) -> float:
+        """Return how long to wait for the next look, in s."""
+        return self._moments.pause_s()
+
+    def look(self, thread: int, due_ns: int) -> None:
+        """Look at what the process does; see ``Moments.look``."""
+        self._moments.look(thread, due_ns, self._gc_ns + self._full_gc_ns)
+
     def sample(self, thread: int) -> None:
         """Write one sample; ``thread`` is the kernel's id of the training thread, or 0."""
         counters = {"gc_ns": self._gc_ns, "full_gc_ns": self._full_gc_ns}
@@ -70,6 +81,7 @@ class Sampler:
             counters.update(_read(f"{task}/schedstat", _schedule))
             counters.update(_read(f"{task}/stat", _disk))
             counters.update(named_phases.spent_by(thread))
+        counters.update(self._moments.counters())
         for path, parse in self._of_process:
             counters.update(_read(path, parse))
         self._write_names()
@@ -105,6 +117,17 @@ def _read(path: str, parse: Parse) -> dict[str, int]:
             os.close(fd)
     except (OSError, ValueError, IndexError):  # the thread may have ended
         return {}
+
+
+def _times_of(thread: int) -> ThreadTimes | None:
+    """Return how long a thread of this process was on a CPU, and in a run queue."""
+    times = _read(f"/proc/self/task/{thread}/schedstat", _running_and_queued)
+    return ThreadTimes(**times) if times else None
+
+
+def _running_and_queued(raw: bytes) -> dict[str, int]:
+    running, queued = raw.split()[:2]
+    return {"running_ns": int(running), "queued_ns": int(queued)}
 
 
 def _schedule(raw: bytes) -> dict[str, int]:

@@ -31,6 +31,7 @@ _WORKING = (
     "serve",
     "collect",
     "explain-policy",
+    "profile",
 )
 
 

@@ -68,6 +68,14 @@ COMMANDS = {
             ("rankcall compare rankcall-runs/latest", "changes within one run"),
         ),
     ),
+    "profile": Entry(
+        _READ,
+        "Profile ranks of a job that runs on this host, line by line.",
+        (
+            ("rankcall profile", "a rank that holds the others up, and one that does not"),
+            ("rankcall profile --ranks 5,6 --seconds 10", "two ranks of the only live job"),
+        ),
+    ),
     "export": Entry(
         _READ,
         "Write a run's records for Perfetto, as Parquet or JSON lines.",

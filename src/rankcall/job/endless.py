@@ -18,9 +18,11 @@ from rankcall.ring.layout import Header
 from rankcall.ring.tables import Group
 
 _IN_CALL_S = 0.2  # a rank that has been in a call for less may be on its way
-_CONFIRM_S = 0.2  # between two looks that must agree
+# Between two looks that must agree. The second only has to begin after the first has ended: a proof
+# names calls, and their ages are looked at in each.
+_CONFIRM_S = 0.05
 _LEAST_PAUSE_S = 0.25
-_SHARE = 0.01  # of the time, for looks that find nothing
+_SHARE = 0.01  # of a core, for looks that find nothing
 _P2P = KINDS.index("p2p")
 
 
@@ -53,7 +55,11 @@ class EndlessCalls:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()  # the ranks that have had a ring
-        self._next = 0.0
+        self._next = self._confirms = 0.0
+
+    def pause_s(self, now: float, longest_s: float) -> float:
+        """Return how long to sleep: less than usual if the last look must be confirmed."""
+        return min(longest_s, self._confirms - now) if now < self._confirms else longest_s
 
     def is_due(self, headers: dict[int, Header], now: float) -> bool:
         """Return whether to look, by the headers of the node's ranks."""
@@ -78,9 +84,11 @@ class EndlessCalls:
     def look(self, judge: Judge, headers: dict[int, Header]) -> bool:
         """Look, and decide when to look again; return whether there is a new verdict."""
         first_ns = min(header.in_call_ns for header in headers.values() if header.in_call_ns)
-        began = time.monotonic()
+        began_cpu = time.thread_time()  # on a busy machine, a look takes long and costs no more
         is_new = judge.look_for_endless(headers, first_ns)
-        ended = time.monotonic()
-        pause = max(_LEAST_PAUSE_S, (ended - began) / _SHARE)
-        self._next = ended + (_CONFIRM_S if judge.suspects_endless else pause)
+        cost, ended = time.thread_time() - began_cpu, time.monotonic()
+        if judge.suspects_endless:
+            self._next = self._confirms = ended + _CONFIRM_S
+        else:
+            self._next = ended + max(_LEAST_PAUSE_S, cost / _SHARE)
         return is_new

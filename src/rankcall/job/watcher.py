@@ -105,7 +105,7 @@ class Watcher:
 
     def _run(self) -> None:
         failures = 0
-        while failures < _OWN_FAILURES and not self._stopping.wait(self._tick_s):
+        while failures < _OWN_FAILURES and not self._stopping.wait(self._pause_s()):
             try:
                 self._turn()
             except Exception as error:
@@ -113,6 +113,9 @@ class Watcher:
                 over = "it goes on" if failures < _OWN_FAILURES else "it stops"
                 logger.warning("the hang watcher failed; %s", over, exc_info=error)
                 self._stopping.wait(_OWN_FAILURE_S)
+
+    def _pause_s(self) -> float:
+        return self._endless.pause_s(time.monotonic(), self._tick_s)
 
     def _turn(self) -> None:
         self._note_calls()

@@ -38,7 +38,7 @@ def stacks_of(
     headers = [head.header for head in run.heads if head.header.rank in wanted]
     here = [header for header in headers if header.process_state() in ("alive", "stopped")]
     stacks: dict[int, str] = {}
-    spy = _py_spy()
+    spy = py_spy()
     if spy is not None and here:
         from concurrent.futures import ThreadPoolExecutor
 
@@ -57,7 +57,8 @@ def stacks_of(
     return {rank: tidy(stacks[rank]) for rank in ranks if rank in stacks}
 
 
-def _py_spy() -> str | None:
+def py_spy() -> str | None:
+    """Return the path of py-spy; None if it is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")
 

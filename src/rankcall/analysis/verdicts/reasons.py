@@ -14,10 +14,13 @@ from rankcall.printable import clean
 
 _LEAST = 0.5  # of the lateness: what explains less is not the cause
 _LEAST_S = 1.0  # samples of a shorter time say too little
+_LEAST_SEEN_S = 3.0  # the same of what is seen at two moments a second
 
 # The causes, the most specific first: a rank that is throttled has no CPU as well, and a collection
 # takes longer without one.
-_OF_THE_RANK = ("gc", "throttled", "no_cpu", "disk")
+_COUNTED = ("gc", "throttled", "no_cpu", "stopped", "disk")
+_SEEN = ("blocked", "gil", "data_loader", "checkpoint", "compilation")
+_OF_THE_RANK = (*_COUNTED, *_SEEN)
 # Of all tasks of the cgroup. Those of other ranks have them as well, so these are causes only in
 # comparison with them.
 _OF_THE_CGROUP = ("memory", "io")
@@ -92,7 +95,19 @@ _ADVICE = {
     "data loader workers there.",
     "no_cpu": "See what else runs on {host}: other jobs, too many data loader workers or threads "
     "(OMP_NUM_THREADS), ranks that share a CPU (taskset -p {pid}).",
+    "stopped": "See who stops it on {host}: a signal (SIGSTOP), a debugger or profiler, a frozen "
+    "container, or a virtual machine that pauses.",
     "disk": "See which files it reads or writes on {host}, and how busy that disk is.",
+    "blocked": "See what it waits for in the kernel, mostly a disk or a network file system: cat "
+    "/proc/{pid}/wchan on {host}.",
+    "gil": "See which thread holds the GIL: py-spy dump --native --pid {pid} on {host}; an "
+    "extension that waits must release it.",
+    "data_loader": "Give {its} data loader more workers (num_workers), or look at what its dataset "
+    "reads on {host}.",
+    "checkpoint": "Save on all ranks at the same step, in the background "
+    "(torch.distributed.checkpoint.async_save), or to a faster disk.",
+    "compilation": "See what is compiled anew there: TORCH_LOGS=recompiles; shapes that change, or "
+    "a cold cache on {host}.",
     "memory": "{host} is short of memory: see what else runs there, and the container's limit.",
     "io": "See which files it reads or writes on {host}, and how busy that disk is.",
     "phase": "Look at what {its} program does in that phase, and at its inputs there.",
@@ -130,8 +145,10 @@ def _seconds(spent: Spent, cause: str) -> Floats:
     elif cause == "no_cpu":
         seconds = spent["runnable_s"]
     else:
-        name = {"disk": "disk_wait_s", "memory": "memory_stall_s", "io": "io_stall_s"}[cause]
-        seconds = spent[name]
+        names = {"disk": "disk_wait_s", "memory": "memory_stall_s", "io": "io_stall_s"}
+        seconds = spent[names.get(cause, f"{cause}_s")]
+    if cause in _SEEN:
+        seconds = np.where(spent["seconds"] >= _LEAST_SEEN_S, seconds, np.nan)
     result: Floats = seconds
     return result
 

@@ -57,6 +57,7 @@ from rankcall.capture.fallback.schema import (
 )
 from rankcall.capture.interface import DTYPE_CODES
 from rankcall.capture.marks import FallbackMarks, Marks
+from rankcall.capture.moments import Look
 from rankcall.record import (
     DEVICE_TYPES,
     FLAG_ANY_SOURCE,
@@ -345,6 +346,13 @@ class FallbackCapture:
         for group in self._groups.announced():
             if self._completion.marks is not None:
                 self._completion.marks.learn(marks, group)
+
+    def look(self, thread: int) -> Look:
+        """Know nothing: see ``Capture.look``.
+
+        A Python thread that walks the frames of another one keeps their objects alive meanwhile.
+        """
+        return Look()
 
     def step(self) -> None:
         """Count an optimizer step."""

@@ -20,6 +20,7 @@ from rankcall._native import NativeModule
 from rankcall.capture import interface
 from rankcall.capture.device_status import DeviceOp, device_times_wanted
 from rankcall.capture.marks import Marks, span_of
+from rankcall.capture.moments import DOING, Look
 from rankcall.errors import CaptureUnavailableError, warn_once
 from rankcall.record import (
     BATCH,
@@ -72,6 +73,7 @@ def layout_header() -> str:
         "kTablesLost": layout.offset_of("tables_lost"),
         "kInflightLost": layout.offset_of("inflight_lost"),
         "kNativeHeartbeat": layout.offset_of("native_heartbeat_ns"),
+        "kTrainThread": layout.offset_of("train_thread"),
     }
     lines = [
         "// Generated from record.py, drop_in.py and ring/layout.py by layout_header.",
@@ -318,6 +320,12 @@ class NativeCapture:
         """Have the exit status appended to a file if it is not 0."""
         with contextlib.suppress(ValueError):  # a zero byte in the path
             self._native.note_exit_status(os.fsencode(path.parent), os.fsencode(path), fields)
+
+    def look(self, thread: int) -> Look:
+        """Return what a thread is doing, and what was seen of the process until now."""
+        doing, *counters = self._native.look(self._recorder, sys._current_frames, thread)
+        known = (value if value >= 0 else None for value in counters)
+        return Look(DOING[doing] if doing >= 0 else None, *known)
 
     def step(self) -> None:
         """Count an optimizer step."""

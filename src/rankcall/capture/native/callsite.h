@@ -11,18 +11,6 @@
 #pragma once
 
 #include <Python.h>
-#if PY_VERSION_HEX >= 0x030A0000 && PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
-#define RANKCALL_FRAMES 1
-#else
-#define RANKCALL_FRAMES 0  // frame layout unknown: call sites are off
-#endif
-#if RANKCALL_FRAMES && PY_VERSION_HEX >= 0x030B0000
-#define Py_BUILD_CORE 1
-#include "internal/pycore_frame.h"
-#undef Py_BUILD_CORE
-#elif RANKCALL_FRAMES
-#include <frameobject.h>
-#endif
 
 #include <atomic>
 #include <cstdint>
@@ -33,6 +21,7 @@
 #include <vector>
 
 #include "code_table.h"
+#include "frames.h"
 #include "thread.h"
 
 namespace rankcall {
@@ -139,12 +128,6 @@ class CallSites {
   }
 
  private:
-#if PY_VERSION_HEX >= 0x030B0000
-  using Frame = _PyInterpreterFrame*;
-#else
-  using Frame = PyFrameObject*;
-#endif
-
   enum Kind : uint8_t { kUser, kFramework, kChild, kHidden, kWrapper, kApi, kApiOfMany, kBackward };
 
   struct Place {
@@ -161,46 +144,6 @@ class CallSites {
     bool many = false;    // the api issues several ops in one call
     bool backward = false;
   };
-
-  static Frame top(PyThreadState* thread) {
-#if PY_VERSION_HEX >= 0x030D0000
-    return thread->current_frame;
-#elif PY_VERSION_HEX >= 0x030B0000
-    return thread->cframe->current_frame;
-#else
-    return thread->frame;
-#endif
-  }
-  static Frame back(Frame frame) {
-#if PY_VERSION_HEX >= 0x030B0000
-    return frame->previous;
-#else
-    return frame->f_back;
-#endif
-  }
-  static bool is_shim([[maybe_unused]] Frame frame) {
-#if PY_VERSION_HEX >= 0x030C0000
-    return frame->owner == FRAME_OWNED_BY_CSTACK;
-#else
-    return false;
-#endif
-  }
-  static PyCodeObject* code_of(Frame frame) {
-#if PY_VERSION_HEX >= 0x030D0000
-    return reinterpret_cast<PyCodeObject*>(frame->f_executable);
-#else
-    return frame->f_code;
-#endif
-  }
-  static intptr_t offset_of(Frame frame, [[maybe_unused]] PyCodeObject* code) {
-#if PY_VERSION_HEX >= 0x030D0000
-    return reinterpret_cast<intptr_t>(frame->instr_ptr) - reinterpret_cast<intptr_t>(_PyCode_CODE(code));
-#elif PY_VERSION_HEX >= 0x030B0000
-    return reinterpret_cast<intptr_t>(frame->prev_instr) - reinterpret_cast<intptr_t>(_PyCode_CODE(code));
-#else
-    return static_cast<intptr_t>(frame->f_lasti) * 2;
-#endif
-  }
 
   Walk walk_from(Frame frame) {
     Walk walk;
@@ -422,13 +365,6 @@ class CallSites {
     Py_XDECREF(frames);
     return self.backward_site;
   }
-  static Frame frame_of(PyObject* frame) {
-#if PY_VERSION_HEX >= 0x030B0000
-    return reinterpret_cast<PyFrameObject*>(frame)->f_frame;
-#else
-    return reinterpret_cast<PyFrameObject*>(frame);
-#endif
-  }
 #endif
 
  private:
@@ -436,12 +372,6 @@ class CallSites {
   static constexpr size_t kMaxSites = 1 << 16;
   // Between a framework's line and the user's. Lightning has some 30; deeper is a recursion.
   static constexpr int kMostFrames = 400;
-
-  static const char* text(PyObject* unicode) {
-    const char* utf8 = PyUnicode_AsUTF8(unicode);
-    if (!utf8) PyErr_Clear();
-    return utf8 ? utf8 : "?";
-  }
 
   std::vector<std::string> skip_, installed_;
   Emit emit_ = nullptr;

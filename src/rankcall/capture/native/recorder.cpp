@@ -11,6 +11,7 @@
 #include <torch/csrc/Dtype.h>
 #include <vector>
 
+#include "doing.h"
 #include "exit_status.h"
 #include "holder.h"
 #include "kernels.h"
@@ -241,6 +242,17 @@ PyObject* py_device_time_failures(PyObject*, PyObject* capsule) {
   return PyLong_FromUnsignedLongLong(holder_of(capsule)->recorder->device_times.failures());
 }
 
+// What a thread is doing; how long the process was stopped, and its training thread in state D.
+PyObject* py_look(PyObject*, PyObject* args) {
+  PyObject *capsule, *current_frames;
+  unsigned long thread;
+  if (!PyArg_ParseTuple(args, "OOk", &capsule, &current_frames, &thread)) return nullptr;
+  const Pulse& pulse = holder_of(capsule)->recorder->pulse;
+  const int doing = thread ? doing_of(current_frames, thread) : kUnknownDoing;
+  return Py_BuildValue("iLL", doing, static_cast<long long>(pulse.stopped_ns()),
+                       static_cast<long long>(pulse.blocked_ns()));
+}
+
 PyObject* py_find_call_site(PyObject*, PyObject* moment) {
   // For tests: what the walk finds here and now.
   CallSites::Found found;
@@ -289,6 +301,7 @@ PyMethodDef g_methods[] = {
     {"note_exit_status", py_note_exit_status, METH_VARARGS, "Note the exit status in a file if it is not 0."},
     {"sleep", py_sleep, METH_VARARGS, "Arm the wake-up of the thread of hooks."},
     {"statuses", make_statuses, METH_VARARGS, "The statuses that hooks get of a batch of events."},
+    {"look", py_look, METH_VARARGS, "What a thread is doing, and what was seen of the process."},
     {"find_call_site", py_find_call_site, METH_O, "The call-site id of the caller."},
     {nullptr, nullptr, 0, nullptr},
 };

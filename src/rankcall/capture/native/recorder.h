@@ -1,4 +1,5 @@
-// The recorder of one ring, from start to stop, and its thread, which writes the native heartbeat.
+// The recorder of one ring, from start to stop, and its thread, which writes the native heartbeat
+// and looks at the process (pulse.h).
 #pragma once
 
 #include <sys/prctl.h>
@@ -20,6 +21,7 @@
 #include "layout.h"
 #include "marks.h"
 #include "ops.h"
+#include "pulse.h"
 #include "ring.h"
 #include "wake.h"
 
@@ -49,6 +51,7 @@ class Recorder {
   DeviceOps device_ops;
   DeviceTimes device_times;
   Marks marks;
+  Pulse pulse;
   uint32_t variants[kMaxOps] = {};  // side-table ids of the ops' names
   uint8_t dtypes[256] = {};
   bool call_sites = true;
@@ -97,9 +100,16 @@ class Recorder {
   void beat() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
-      ring.field<int64_t>(layout::kNativeHeartbeat).store(now_ns(), std::memory_order_relaxed);
+      const int64_t began_ns = now_ns();
+      ring.field<int64_t>(layout::kNativeHeartbeat).store(began_ns, std::memory_order_relaxed);
       ring.finish_late();
-      changed_.wait_for(lock, std::chrono::milliseconds(500));
+      const int64_t planned_ns = pulse.next_ns();
+      changed_.wait_for(lock, std::chrono::nanoseconds(planned_ns));
+      if (stopping_) break;
+      const uint32_t thread = ring.field<uint32_t>(layout::kTrainThread).load(std::memory_order_relaxed);
+      lock.unlock();  // it reads files of /proc
+      pulse.look(planned_ns, now_ns() - began_ns, thread);
+      lock.lock();
     }
     stopped_ = true;
     changed_.notify_all();

@@ -1,0 +1,153 @@
+"""What can only be seen at moments: what the training thread is doing, and a GIL that is held.
+
+The heartbeat's thread looks twice a second, and each look stands for the time since the one before.
+So these counters are estimates. The times between looks vary: a program whose steps are as long as
+a fixed time would always be seen at the same place.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+# What a thread can be seen doing, in the order of ``native/doing.h``. Empty: none of these.
+DOING = ("", "data_loader", "checkpoint", "compilation")
+
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.3, 0.7
+# A look that comes so much later than it was due does not show what was done at that time. A thread
+# that runs Python code gives the GIL away after a quarter of this.
+_LATE_NS = 20_000_000
+_LONGEST_NS = 1_500_000_000  # of the time that a look at the stack stands for
+
+
+class Look(NamedTuple):
+    """What a capture sees of its process at one moment; None stands for what it cannot know.
+
+    Attributes:
+        doing: One of ``DOING``: what the thread that was asked for is doing.
+        stopped_ns: How long the process was stopped so far, on the whole.
+        blocked_ns: How long its training thread was in uninterruptible sleep so far (state D).
+    """
+
+    doing: str | None = None
+    stopped_ns: int | None = None
+    blocked_ns: int | None = None
+
+
+class ThreadTimes(NamedTuple):
+    """How long a thread was on a CPU and in a run queue so far, in ns."""
+
+    running_ns: int
+    queued_ns: int
+
+
+class _Moment(NamedTuple):
+    """What was read at a look."""
+
+    time_ns: int
+    mine: ThreadTimes  # of the thread that looks
+    trains: ThreadTimes
+    look: Look
+    collected_ns: int
+
+
+class _Late(NamedTuple):
+    """A look that came so late, and the moment before it."""
+
+    late_ns: int
+    since_ns: int
+    before: _Moment
+
+
+class Moments:
+    """Looks at this process, and counts what it has seen; on one thread."""
+
+    def __init__(
+        self,
+        look: Callable[[int], Look],
+        times_of: Callable[[int], ThreadTimes | None],
+    ) -> None:
+        """Begin with nothing known.
+
+        Args:
+            look: Looks at the process, and at the thread with Python's number.
+            times_of: Returns the times of the thread with the kernel's id; None: not known.
+        """
+        self._look, self._times_of = look, times_of
+        self._random = random.Random(os.getpid())  # the program's own stays as it is
+        self._counters: dict[str, int] = {}
+        self._before: _Moment | None = None
+        self._late: _Late | None = None
+        self._thread, self._number = 0, 0  # the kernel's id of a thread, and Python's
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters that are known."""
+        return dict(self._counters)
+
+    def pause_s(self) -> float:
+        """Return how long to wait for the next look, in s."""
+        return self._random.uniform(_LEAST_PAUSE_S, _MOST_PAUSE_S)
+
+    def look(self, thread: int, due_ns: int, collected_ns: int) -> None:
+        """Look at this moment.
+
+        Args:
+            thread: The kernel's id of the training thread, or 0.
+            due_ns: When the calling thread wanted to be awake again (CLOCK_MONOTONIC).
+            collected_ns: How long the process has collected garbage so far.
+        """
+        now_ns = time.monotonic_ns()
+        seen = self._look(self._number_of(thread))
+        for name in ("stopped_ns", "blocked_ns"):
+            value = getattr(seen, name)
+            if value is not None:
+                self._counters[name] = value
+        mine = self._times_of(threading.get_native_id())
+        trains = self._times_of(thread) if thread else None
+        before, self._before = self._before, None
+        late, self._late = self._late, None
+        if mine is None or trains is None:
+            return
+        now = self._before = _Moment(now_ns, mine, trains, seen, collected_ns)
+        if before is None:
+            return
+        late_ns = now_ns - due_ns - (mine.queued_ns - before.mine.queued_ns)
+        self._count_phase(seen.doing, late_ns, now_ns - before.time_ns)
+        if late is not None:
+            self._count_gil(late, now)
+        # If the training thread ran meanwhile, or was about to, it may have held the GIL itself.
+        late_ns -= sum(trains) - sum(before.trains)
+        self._late = _Late(late_ns, now_ns - before.time_ns, before)
+
+    def _count_phase(self, doing: str | None, late_ns: int, since_ns: int) -> None:
+        if doing is None:
+            return
+        for name in DOING[1:]:
+            self._counters.setdefault(f"{name}_ns", 0)
+        if doing and late_ns < _LATE_NS:
+            self._counters[f"{doing}_ns"] += min(since_ns, _LONGEST_NS)
+
+    def _count_gil(self, late: _Late, now: _Moment) -> None:
+        """Count a look as one that waited for the GIL, if nothing else explains that it was late.
+
+        That is decided at the next look, because a stop or a collection may be counted a moment
+        after it.
+        """
+        stopped_ns, before_ns = now.look.stopped_ns, late.before.look.stopped_ns
+        if stopped_ns is None or before_ns is None:
+            return
+        self._counters.setdefault("gil_ns", 0)
+        elsewhere_ns = stopped_ns - before_ns + now.collected_ns - late.before.collected_ns
+        if late.late_ns - elsewhere_ns >= _LATE_NS:
+            self._counters["gil_ns"] += late.since_ns
+
+    def _number_of(self, thread: int) -> int:
+        """Return Python's number of a thread, by the kernel's; 0 if Python does not know it."""
+        if thread != self._thread:
+            numbers = {other.native_id: other.ident for other in threading.enumerate()}
+            self._thread, self._number = thread, numbers.get(thread) or 0
+        return self._number

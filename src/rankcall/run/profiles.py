@@ -1,0 +1,159 @@
+"""Profiles of ranks, taken by py-spy while they run, for a reader who asks for them.
+
+::
+
+    <run>/profiles/0001/rank-00005.speedscope.json
+
+Nothing is added to the ranks: py-spy reads their memory from outside, and pauses each of them for
+some milliseconds at each sample.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankcall.errors import RankcallError
+from rankcall.files import open_file
+from rankcall.folders import run_folder
+from rankcall.printable import clean
+from rankcall.ring.layout import Header
+from rankcall.run.frames import Frame
+from rankcall.run.hangs import next_free
+from rankcall.run.own_stacks import training_thread_of
+from rankcall.run.stacks import py_spy
+
+FOLDER = "profiles"
+MOST_RANKS = 8  # at once; py-spy takes some CPU time for each
+_START_S = 60.0  # until py-spy has found the interpreter, on a machine that is busy
+_MOST_BYTES = 1 << 26  # of one profile; 60 s of deep stacks are some MiB
+_THREAD = re.compile(r"Thread (\d{1,10})\b")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The profile of one rank.
+
+    Attributes:
+        header: The ring header of its process.
+        path: The file; None if there is none.
+        lines: The lines at which its training thread was seen most often, each with its share.
+        problem: Why there is no file, or why its lines are not known; empty if all went well.
+    """
+
+    header: Header
+    path: Path | None
+    lines: Sequence[tuple[float, str]] = ()
+    problem: str = ""
+
+
+def take_profiles(
+    run_dir: Path, headers: Sequence[Header], seconds: int, rate: int
+) -> list[Profile]:
+    """Profile processes of this host at the same time, and keep the profiles in their run.
+
+    Args:
+        run_dir: The run.
+        headers: The ring headers of the processes, ``MOST_RANKS`` at most.
+        seconds: For how long.
+        rate: Samples per second.
+
+    Raises:
+        RankcallError: py-spy is not installed.
+        OSError: The run directory cannot be written.
+    """
+    spy = py_spy()
+    if spy is None:
+        raise RankcallError("profiles are taken by py-spy: pip install 'rankcall[stacks]'")
+    folder = _new_folder(run_folder(run_dir, FOLDER))
+    with ThreadPoolExecutor(len(headers)) as pool:
+        return list(pool.map(lambda head: _profile(spy, folder, head, seconds, rate), headers))
+
+
+def _new_folder(parent: Path) -> Path:
+    while True:
+        folder = next_free(parent)
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:  # somebody else profiles the same run
+            continue
+        return folder
+
+
+def _profile(spy: str, folder: Path, header: Header, seconds: int, rate: int) -> Profile:
+    path = folder / f"rank-{header.rank:05d}.speedscope.json"
+    command = [spy, "record", "--pid", str(header.pid), "--duration", str(seconds)]
+    # Idle threads are those that wait, which is what a rank that others wait for may do.
+    command += ["--rate", str(rate), "--idle", "--format", "speedscope", "--output", str(path)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds + _START_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Profile(header, None, problem="py-spy did not end in time")
+    if not path.exists():
+        words = [line for line in done.stderr.splitlines() if line.strip()]
+        said = clean(words[-1].strip()) if words else f"exit status {done.returncode}"
+        return Profile(header, None, problem=f"py-spy: {said}")
+    try:
+        return Profile(header, path, busiest_lines(_read(path), header))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        return Profile(header, path, problem=f"the profile cannot be read: {error}")
+
+
+def _read(path: Path) -> Any:
+    with open_file(path) as file:
+        return json.loads(file.read(_MOST_BYTES))
+
+
+def busiest_lines(profile: Any, header: Header, most: int = 3) -> list[tuple[float, str]]:
+    """Return the lines at which the training thread was seen most often, with their shares.
+
+    Of each sample that is the innermost line of the user's own code, and if there is none, the
+    innermost line.
+
+    Args:
+        profile: A profile in speedscope's format, as py-spy writes it.
+        header: The ring header of its process.
+        most: The number of lines.
+
+    Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``IndexError`` for another format.
+    """
+    thread = training_thread_of(header) or header.pid
+    mine = [one for one in profile["profiles"] if _thread_in(one["name"]) == thread]
+    if not mine:
+        raise ValueError("the training thread is not in it")
+    frames = [
+        Frame(str(frame["file"] or ""), int(frame["line"] or 0), str(frame["name"]))
+        for frame in profile["shared"]["frames"]
+    ]
+    seen: Counter[str] = Counter()
+    for stack in mine[0]["samples"]:
+        inner_first = [frames[number] for number in reversed(stack)]
+        if inner_first:
+            users = (frame for frame in inner_first if frame.is_users)
+            seen[_line(next(users, inner_first[0]))] += 1
+    total = sum(seen.values())
+    return [(count / total, line) for line, count in seen.most_common(most)]
+
+
+def _thread_in(name: object) -> int:
+    found = _THREAD.search(str(name))
+    return int(found[1]) if found else 0
+
+
+def _line(frame: Frame) -> str:
+    return clean(f"{Path(frame.file).name}:{frame.line} in {frame.name}")
