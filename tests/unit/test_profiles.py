@@ -34,7 +34,8 @@ frames = [
     {{"name": "wait", "file": "/x/site-packages/torch/futures.py", "line": 7}},
     {{"name": "wait", "file": "threading.py", "line": 1}},
 ]
-main = {{"name": f"Thread {{options['--pid']}} \\"MainThread\\"", "samples": [[0, 1, 2]] * 3 + [[0]]}}
+thread = f"Thread {{options['--pid']}} \\"MainThread\\""
+main = {{"name": thread, "samples": [[0, 1, 2]] * 3 + [[0]]}}
 other = {{"name": "Thread 1 \\"helper\\"", "samples": [[3]] * 4}}
 with open(options["--output"], "w") as out:
     json.dump({{"profiles": [other, main], "shared": {{"frames": frames}}}}, out)
