@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from launch import Ended, Launch, launch
 from ports import free_port
 
+from rankcall.run.bars import read_bars
 from rankcall.run.exits import read_exits
 from rankcall.run.recoveries import AttemptEnd, read_recoveries
 
@@ -213,3 +217,60 @@ def test_two_nodes(tmp_path: Path) -> None:
     ]
     stacks = list(tmp_path.glob("node*/hangs/*/stacks/*"))
     assert stacks
+
+
+SPARE = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    dist.all_reduce(torch.ones(2))
+    optimizer.step()
+is_bad = os.environ["RANKCALL_HOST"] == "node-1"
+if dist.get_world_size() == 2 and is_bad:
+    os.kill(os.getpid(), signal.SIGKILL)
+while not is_bad and not os.path.exists("run/bars.jsonl"):
+    time.sleep(0.05)  # the job goes on until the other node has left it; torchrun ends this attempt
+    if dist.get_world_size() == 2:
+        dist.all_reduce(torch.ones(2))
+os.write(1, f"done {dist.get_world_size()}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_bad_node_leaves(tmp_path: Path) -> None:
+    """Its rank is killed twice. It leaves with 69, is refused, and the other node finishes."""
+    (tmp_path / "job.py").write_text(SPARE)
+    port = free_port()
+    where = f"--rdzv-endpoint=localhost:{port}"
+
+    def node(number: int) -> Launch:
+        recovers = ("--capture", "python", "--on-hang", "recover", "--run-dir", tmp_path / "run")
+        rendezvous = ("--rdzv-backend=c10d", where, "--rdzv-id=one")
+        conf = "--rdzv-conf=last_call_timeout=2"
+        return Launch(
+            *("run", *recovers, *rendezvous, conf, "--nnodes=1:2", "--nproc-per-node=1"),
+            *("--local-addr=localhost", tmp_path / "job.py"),
+            cwd=tmp_path,
+            env={"RANKCALL_HOST": f"node-{number}"},
+        )
+
+    good = node(0)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:  # so that it hosts the store
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+            break
+        time.sleep(0.05)
+    bad = node(1).finish()
+    assert bad.status == 69, bad.err
+    assert "node-1 leaves the job, and is barred until" in bad.err
+    ended = good.finish()
+    assert ended.status == 0, ended.err
+    assert "done 1" in ended.out
+    (bar,) = read_bars(tmp_path / "run")
+    assert (bar.node, bar.barred) == ("node-1", True)

@@ -17,6 +17,7 @@ from rankcall.recovery.policy import (
     Limits,
     decide,
     family_of,
+    is_of_peer,
 )
 from rankcall.run.recoveries import Signature
 
@@ -127,3 +128,9 @@ def test_families(family: str, kind: str, code: int | None, error: str) -> None:
 def test_a_process_that_may_be_held_by_its_program() -> None:
     """A signal stops a process for sure; a thread that keeps the GIL is perhaps the program's."""
     assert family_of("stopped", None, "", certain=False) == UNCLEAR
+
+
+def test_whose_error_a_broken_connection_is() -> None:
+    """Another rank may have failed. A device's error is this rank's own."""
+    assert is_of_peer("RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:1")
+    assert not is_of_peer("torch.AcceleratorError: CUDA error: unspecified launch failure")

@@ -14,7 +14,7 @@ from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
 from rankcall.problems import Problem
-from rankcall.recovery.policy import UNCLEAR, family_of
+from rankcall.recovery.policy import UNCLEAR, family_of, is_of_peer
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.exits import read_exits
 from rankcall.run.load import Run, load
@@ -65,6 +65,7 @@ class Cause:
     verdict_ns: int
     ended_ns: int
     verdict: str
+    is_own: bool = True  # False: the culprits' error says that a connection to another rank broke
 
 
 def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
@@ -209,7 +210,11 @@ def _cause(
     certain = finding.confidence == "certain"
     family = family_of(finding.kind, None if verdict else code, error, certain=certain)
     progress = _progress(headers.values())
-    return Cause(signature, family, culprits, finding.summary, *progress, *times, verdict=verdict)
+    return Cause(
+        *(signature, family, culprits, finding.summary, *progress, *times),
+        verdict=verdict,
+        is_own=bool(verdict) or not is_of_peer(error),
+    )
 
 
 def _progress(headers: Collection[Header]) -> tuple[int, int, int]:

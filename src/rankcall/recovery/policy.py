@@ -37,10 +37,8 @@ _MACHINE_KINDS = frozenset({"stopped", "slow_link", "stuck"})
 _MACHINE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGBUS, signal.SIGSTOP})
 # Errors of a device, and of connections: the network, or the process at the other end is gone. The
 # node of that process decides as well, and may know more.
-_MACHINE_ERRORS = (
-    *("CUDA error", "NCCL error", "ECC", "device-side", "DistBackendError", "Xid"),
-    *("closed by peer", "reset by peer", "Broken pipe"),
-)
+_PEER_GONE = "closed by peer", "reset by peer", "Broken pipe"
+_DEVICE_ERRORS = "CUDA error", "NCCL error", "ECC", "device-side", "DistBackendError", "Xid"
 
 
 @dataclass(frozen=True)
@@ -232,6 +230,11 @@ def decide(case: Case) -> Decision:
     return Decision(row.rule, row.stops, row.reason(case), row.delay_s(case))
 
 
+def is_of_peer(error: str) -> bool:
+    """Return whether an error says that a connection broke: another rank may have failed."""
+    return any(words in error for words in _PEER_GONE)
+
+
 def family_of(kind: str, code: int | None, error: str, *, certain: bool = True) -> str:
     """Return what is at fault, the program or the machine, if that is clear.
 
@@ -249,7 +252,7 @@ def family_of(kind: str, code: int | None, error: str, *, certain: bool = True) 
         return UNCLEAR
     if kind in _MACHINE_KINDS:
         return MACHINE
-    if any(words in error for words in _MACHINE_ERRORS):
+    if is_of_peer(error) or any(words in error for words in _DEVICE_ERRORS):
         return MACHINE
     if kind not in ("", "dead"):
         return UNCLEAR

@@ -224,9 +224,13 @@ class Supervisor:
             logger.warning("cannot keep everywhere that this node is barred: %s", error)
 
     def _blame(self, cause: Cause) -> None:
-        """Count a failure against this node if its ranks are the culprits, and not the program."""
+        """Count a failure against this node if its ranks are the culprits, and not the program.
+
+        A node that has only its own records cannot tell why a connection to another one broke.
+        """
         here = set(cause.culprits) & set(self._attempt.pids)
-        if here and cause.family != PROGRAM and len(self._attempt.pids) < self._attempt.world_size:
+        is_ours = bool(here) and cause.is_own and cause.family != PROGRAM
+        if is_ours and len(self._attempt.pids) < self._attempt.world_size:
             self._blamed, self._blamed_ns = self._blamed + 1, time.time_ns()
 
     def _end_leftovers(self) -> None:
