@@ -144,6 +144,20 @@ def test_the_job_keeps_what_it_needs(
     assert "stays: the job needs 2 nodes" in three[1].said[-1]
 
 
+def test_a_node_that_is_not_well(
+    nodes: Callable[[str, int, int], Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves while its check fails, and takes part as soon as it does not."""
+    good, bad = nodes("node-a", 1, 2), nodes("node-b", 1, 2)
+    meet(good)
+    bad.supervisor._health_check = f"test -e {tmp_path}/mended || {{ echo the fan; exit 1; }}"
+    with pytest.raises(NodeBarred):
+        joins(bad, monkeypatch)
+    assert bad.said == ["node-b leaves the job: the health check ended with exit status 1: the fan"]
+    (tmp_path / "mended").touch()
+    joins(bad, monkeypatch)
+
+
 def test_the_host_of_the_store(
     nodes: Callable[[str, int, int], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

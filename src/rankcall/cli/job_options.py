@@ -26,6 +26,7 @@ from rankcall.recovery.policy import MAX_RECOVERIES, WINDOW_S
 from rankcall.recovery.supervisor import (
     BAR_AFTER,
     BAR_AFTER_VARIABLE,
+    HEALTH_VARIABLE,
     MAX_VARIABLE,
     WINDOW_VARIABLE,
 )
@@ -118,6 +119,15 @@ class JobOptions:
             "ranks were the culprits so often; 0: never.",
         ),
     ] = BAR_AFTER
+    health_check: Annotated[
+        str,
+        typer.Option(
+            envvar=HEALTH_VARIABLE,
+            metavar="COMMAND",
+            help="With --on-hang recover: before each attempt, a node on which this fails leaves "
+            "the job, if it goes on without it.",
+        ),
+    ] = ""
     collect_to: Annotated[
         str,
         typer.Option(
@@ -174,6 +184,8 @@ class JobOptions:
             variables[MAX_VARIABLE] = str(self.max_recoveries)
             variables[WINDOW_VARIABLE] = f"{self.recovery_window:g}"
             variables[BAR_AFTER_VARIABLE] = str(self.bar_after)
+            if self.health_check:
+                variables[HEALTH_VARIABLE] = self.health_check
         if self.collect_to:
             variables[COLLECT_TO] = self.collect_to
         if self.trace is not None:

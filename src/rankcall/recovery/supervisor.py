@@ -18,6 +18,7 @@ from rankcall.background import BackgroundCall
 from rankcall.process import host_name
 from rankcall.ranks import with_noun
 from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
+from rankcall.recovery.health import why_not_well
 from rankcall.recovery.leftovers import end_leftovers
 from rankcall.recovery.policy import (
     EXIT_STATUS,
@@ -48,6 +49,7 @@ logger = logging.getLogger("rankcall")
 MAX_VARIABLE, WINDOW_VARIABLE = "RANKCALL_MAX_RECOVERIES", "RANKCALL_RECOVERY_WINDOW"
 BAR_AFTER_VARIABLE = "RANKCALL_BAR_AFTER"
 BAR_AFTER = 2  # once may be chance
+HEALTH_VARIABLE = "RANKCALL_HEALTH_CHECK"
 BARRED_STATUS = 69  # EX_UNAVAILABLE of sysexits.h
 
 
@@ -74,6 +76,7 @@ class Supervised:
     run_dir: Path
     limits: Limits
     bar_after: int = BAR_AFTER
+    health_check: str = ""
 
 
 def settings_from_environment() -> Supervised | None:
@@ -82,7 +85,10 @@ def settings_from_environment() -> Supervised | None:
     if os.environ.get("RANKCALL_ON_HANG") != "recover" or not run_dir:
         return None
     limits = Limits(int(_number(MAX_VARIABLE, MAX_RECOVERIES)), _number(WINDOW_VARIABLE, WINDOW_S))
-    return Supervised(Path(run_dir).absolute(), limits, int(_number(BAR_AFTER_VARIABLE, BAR_AFTER)))
+    return Supervised(
+        *(Path(run_dir).absolute(), limits, int(_number(BAR_AFTER_VARIABLE, BAR_AFTER))),
+        health_check=os.environ.get(HEALTH_VARIABLE, ""),
+    )
 
 
 def _number(name: str, default: float) -> float:
@@ -103,7 +109,7 @@ class Supervisor:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._run_dir, self._limits = settings.run_dir, settings.limits
-        self._bar_after = settings.bar_after
+        self._bar_after, self._health_check = settings.bar_after, settings.health_check
         self._say, self._sleep = say, sleep
         self._file = file_of(self._run_dir, host_name(), os.getpid())
         self._attempt = Attempt()
@@ -197,10 +203,10 @@ class Supervisor:
             return
         self._keep_bar(rendezvous, bar)
         rendezvous.leave()
-        self._say(
-            f"{node} leaves the job, and is barred until {bar.shown_end}: {bar.reason}. To let it "
-            f"in again: rankcall unbar {node} {self._run_dir}"
-        )
+        lasts = bar.until_ns > bar.at_ns
+        until = f", and is barred until {bar.shown_end}" if lasts else ""
+        again = f". To let it in again: rankcall unbar {node} {self._run_dir}" if lasts else ""
+        self._say(f"{node} leaves the job{until}: {bar.reason}{again}")
         raise NodeBarred(bar.reason)
 
     def _bar(self, rendezvous: Rendezvous) -> Bar | None:
@@ -212,7 +218,13 @@ class Supervisor:
         if self._bar_after and self._blamed >= self._bar_after:
             times = "once" if self._blamed == 1 else f"{self._blamed} times"
             return bar_of(node, f"its ranks held the job up {times}", BAR_S)
-        return known if known is not None and known.holds(time.time_ns()) else None
+        if known is not None and known.holds(time.time_ns()):
+            return known
+        if self._health_check:
+            reason = why_not_well(self._health_check, self._run_dir)
+            # No bar that lasts: the check itself says when the node is well again.
+            return bar_of(node, reason, 0.0) if reason else None
+        return None
 
     def _keep_bar(self, rendezvous: Rendezvous, bar: Bar) -> None:
         """Keep a bar in the run and the store; another agent on this node then finds it."""
