@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankcall.analysis.recoveries import PHASES, Carried, FirstMoments
+from rankcall.analysis.recoveries import PHASES, Carried, FirstMoments, agent_phases
+from rankcall.cli import main
 from rankcall.record import RECORD
-from rankcall.run.recoveries import AttemptEnd, AttemptStart, Signature, file_of, note
+from rankcall.run.recoveries import (
+    AttemptEnd,
+    AttemptStart,
+    Recoveries,
+    Signature,
+    file_of,
+    note,
+)
+from rankcall.testing import synthetic_run
 
 S = 1_000_000_000
 BOOT_NS = 7 * S  # the monotonic clock began so long after the epoch
@@ -119,3 +128,25 @@ def test_a_run_without_recoveries(tmp_path: Path) -> None:
     """There is nothing to say, and no share."""
     told = carried(tmp_path, [], BEFORE)
     assert (list(told.recoveries), told.goodput) == ([], None)
+
+
+def test_what_an_agent_knows(tmp_path: Path) -> None:
+    """Phases add up over recoveries; the last one, whose workers have not started, has no end."""
+    late = end(fault_ns=50 * S, verdict_ns=0, ended_ns=51 * S, stopped_ns=54 * S)
+    told = agent_phases(Recoveries(tmp_path, STARTS, [end(), late]))
+    assert told == {"verdict": 5.0 + 1.0, "evidence": 1.0, "end": 2.0 + 3.0, "restart": 2.0}
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """It has a row for each recovery, with the culprits; a page without any has no such section."""
+    pytest.importorskip("jinja2")
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    synthetic_run(run, 2, 20)
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    assert 'id="recoveries"' not in page.read_text()
+    for event in (STARTS[0], end(culprits=(1,), step=1200), STARTS[1]):
+        note(file_of(run, "node-a", 1), event)
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    section = page.read_text().partition('id="recoveries"')[2].partition("</section>")[0]
+    assert all(f"<th>{phase}</th>" in section for phase in PHASES)
+    assert '<td class="t">stopped</td><td class="t">rank 1</td><td>1,200</td>' in section

@@ -17,11 +17,20 @@ from tracing import origin
 
 from rankcall.analysis.spent import RankSamples, Spending
 from rankcall.ring.layout import SAMPLE, SAMPLE_COUNTERS
+from rankcall.run.recoveries import (
+    FILE_VARIABLE,
+    AttemptEnd,
+    AttemptStart,
+    Signature,
+    file_of,
+    note,
+)
 from rankcall.testing.synthetic import synthetic_run
 from rankcall.trace import PrometheusNode
 
 pytest.importorskip("prometheus_client")
 RANKS = 8
+MOMENTS = "fault_ns", "verdict_ns", "ended_ns", "noticed_ns", "stopped_ns"
 
 
 @pytest.fixture
@@ -70,6 +79,34 @@ def test_a_hang_is_in_the_metrics(tmp_path: Path, someone: subprocess.Popen[byte
         assert len(metrics[f"rankcall_node_{name}"]) == 1, name
     assert metrics["rankcall_node_collectives_total"][0].value >= 40 * RANKS
     assert not any("rank" in sample.labels for samples in metrics.values() for sample in samples)
+
+
+def test_recoveries_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent that started this process tells of restarts, and where their time went."""
+    synthetic_run(tmp_path / "run", 2, 20)
+    file, second = file_of(tmp_path / "run", "node-0", 1), 10**9
+    ended = AttemptEnd(
+        *(0, Signature("stopped"), "machine"),
+        **{name: number * second for number, name in enumerate(MOMENTS, 1)},
+        decision="restart",
+    )
+    for event in (ended, AttemptStart(1, 9 * second)):
+        note(file, event)
+    monkeypatch.setenv(FILE_VARIABLE, str(file))
+    sink = opened(tmp_path / "run")
+    try:
+        metrics = scraped(sink)
+    finally:
+        sink.close()
+    (count,) = metrics["rankcall_node_recoveries_total"]
+    assert (count.labels, count.value) == ({"host": "node-0", "kind": "stopped"}, 1)
+    phases = metrics["rankcall_node_recovery_seconds_total"]
+    assert {sample.labels["phase"]: sample.value for sample in phases} == {
+        "verdict": 1.0,
+        "evidence": 1.0,
+        "end": 2.0,
+        "restart": 4.0,
+    }
 
 
 def test_what_ranks_spend_their_time_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from rankcall.ring.reader import Ring
-from rankcall.run.recoveries import AttemptEnd, AttemptStart, read_recoveries
+from rankcall.run.recoveries import AttemptEnd, AttemptStart, Recoveries, read_recoveries
 
 # In order. Each lasts from the moment before it until its own.
 PHASES = (
@@ -141,6 +141,25 @@ class FirstMoments:
             max(0, after - before) / 1e9 if before and after else None
             for before, after in pairwise(moments)
         )
+
+
+def agent_phases(agent: Recoveries) -> dict[str, float]:
+    """Return the seconds that the recoveries of one agent took so far, by phase.
+
+    These are the phases that the agent notes itself. What follows the start of the processes is in
+    the rings of the ranks.
+    """
+    spent = dict.fromkeys(PHASES[:4], 0.0)
+    for end in agent.ends:
+        later = [start.epoch_ns for start in agent.starts if start.epoch_ns >= end.stopped_ns]
+        moments = (
+            *(end.fault_ns, end.verdict_ns or end.ended_ns, end.ended_ns, end.stopped_ns),
+            min(later, default=0),
+        )
+        for phase, (before, after) in zip(PHASES, pairwise(moments), strict=False):
+            if before and after:
+                spent[phase] += max(0, after - before) / 1e9
+    return spent
 
 
 def _lost_s(end: AttemptEnd, starts: Sequence[AttemptStart]) -> float | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rankcall._version import __version__
 from rankcall.analysis.details import Details
+from rankcall.analysis.recoveries import PHASES
 from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import stacks_beside
@@ -34,7 +35,7 @@ from rankcall.report.time_sources import times_of_ops
 
 __all__ = ["render"]
 
-_MOST_SITES, _MOST_ROWS = 200, 400
+_MOST_SITES, _MOST_ROWS, _MOST_RECOVERIES = 200, 400, 100
 # What a line must not end in: an option, and a number with its unit.
 _WHOLE = re.compile(
     r"(?<![\w-])--[a-z][a-z-]*|\b\d[\d,.]* (?:s|ms|µs|min|h|%|[kMGT]?i?B|GB/s)(?!\w)"
@@ -108,6 +109,8 @@ def environment(**templates: str) -> Any:
         percent=percent,
         size=size,
         time=time,
+        seconds=lambda seconds: time(None if seconds is None else seconds * 1e3),
+        ranks=with_noun,
         rate=rate,
         size_name=size_name,
         px=partial(round, ndigits=2),
@@ -157,6 +160,10 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),
         "groups": [known.label for known in summary.groups],
         "stragglers": summary.stragglers,
+        "recoveries": summary.carried.recoveries[-_MOST_RECOVERIES:],
+        "more_recoveries": max(0, len(summary.carried.recoveries) - _MOST_RECOVERIES),
+        "phases": PHASES,
+        "goodput": summary.carried.goodput,
         "is_waiting_known": summary.sources.is_waiting_known,
         "data": _data(details, columns, maps, traffic),
     }

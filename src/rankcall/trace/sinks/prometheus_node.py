@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rankcall.analysis.recent_figures import recent_figures
+from rankcall.analysis.recoveries import agent_phases
 from rankcall.analysis.run_reader import RunReader
 from rankcall.analysis.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, end_unknown, unfinished
 from rankcall.analysis.spent import seconds_by_cause
@@ -25,6 +26,7 @@ from rankcall.background import holding
 from rankcall.capture import session
 from rankcall.errors import RankcallError
 from rankcall.ring.reader import Ring
+from rankcall.run.recoveries import own_file, read_file
 from rankcall.trace.sinks.optional import optional_module
 from rankcall.trace.sinks.prometheus_endpoint import Endpoint
 from rankcall.trace.sinks.protocols import Origin
@@ -34,6 +36,7 @@ from rankcall.trace.sinks.protocols import Origin
 _NEWEST, _WINDOW = 512, 256
 _FRESH_S = 1.0  # scrapes within that time get the same figures: several scrapers cost one read
 _READ_S = 5.0  # a scrape that waits longer for another one gets the figures before
+_MOST_KINDS = 32  # there are fewer kinds of verdicts; a damaged file could have any number
 _STATES = (ALIVE, STOPPED, GONE, UNKNOWN)
 
 
@@ -151,12 +154,33 @@ class PrometheusNode:
         for sampled in snapshot.spending.sampled:
             for cause, seconds in seconds_by_cause(sampled).items():
                 late.add_metric([*host, str(sampled.rank), cause], seconds)
+        recoveries = core.CounterMetricFamily(
+            "rankcall_node_recoveries",
+            "Restarts of this host's workers after a failure, by the kind of the verdict.",
+            labels=["host", "kind"],
+        )
+        recovering = core.CounterMetricFamily(
+            "rankcall_node_recovery_seconds",
+            "Time that recoveries took on this host, by phase, until the workers were started.",
+            labels=["host", "phase"],
+        )
+        agent = own_file()
+        if agent is not None:
+            told = read_file(agent)
+            restarts = [end for end in told.ends if end.decision == "restart"]
+            kinds = Counter(end.signature.kind for end in restarts)
+            for kind, count in kinds.most_common(_MOST_KINDS):
+                recoveries.add_metric([*host, kind], count)
+            for phase, seconds in agent_phases(told).items():
+                recovering.add_metric([*host, phase], seconds)
         in_flight = unfinished(calls) & ~end_unknown(calls)
         oldest = float(np.max(calls["age_s"][in_flight], initial=0.0))
         return [
             ranks,
             busbw,
             late,
+            recoveries,
+            recovering,
             counter(
                 "collectives",
                 "Collectives and messages that were issued.",
