@@ -55,7 +55,7 @@ def test_markers_are_plain_and_differ() -> None:
     words = [marker.words for marker in markers()]
     assert len(set(words)) == len(words)
     assert all(word.isascii() and len(word) >= 4 for word in words)
-    assert len(words) <= 100  # more of them are searched half as fast again
+    assert len(words) <= 128  # two passes of the search; a third takes half as long again
 
 
 @pytest.mark.parametrize(

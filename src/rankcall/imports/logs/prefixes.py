@@ -268,11 +268,16 @@ class Prefixes:
         return steps
 
     def _common_step(self, lines: Sequence[_Parts]) -> Step | None:
+        enough = _COMMON_SHARE * len(lines)
         for step in _STEPS:
-            gaps = [self._gap(step, _Parts(parts.text, parts.writer)) for parts in lines]
-            taken = [gap for gap in gaps if gap >= 0]
-            if lines and len(taken) >= _COMMON_SHARE * len(lines):
-                return self._with_gap(step, min(taken))
+            gaps: list[int] = []
+            for index, parts in enumerate(lines):
+                if len(gaps) + len(lines) - index < enough:
+                    break  # as nearly all steps do, after a few lines
+                gap = self._gap(step, _Parts(parts.text, parts.writer))
+                gaps += [gap] if gap >= 0 else []
+            if gaps and len(gaps) >= enough:
+                return self._with_gap(step, min(gaps))
         return None
 
     def _gap(self, step: Step, parts: _Parts) -> int:

@@ -50,11 +50,7 @@ _FRAGMENTS = (
 
 @functools.cache
 def markers() -> tuple[Marker, ...]:
-    """Return what the reader searches for: no word that contains another one.
-
-    polars searches for at most 100 words by a table of all states, and for more of them by a graph,
-    which takes half as long again.
-    """
+    """Return what the reader searches for: no word that contains another one."""
     follow_of: dict[str, int] = {}
     for message in _MESSAGES:
         for words in message.markers:
