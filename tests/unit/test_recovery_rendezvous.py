@@ -6,6 +6,7 @@ The nodes are handlers of torch's in one process, over one store in memory.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -171,6 +172,39 @@ def test_the_host_of_the_store(
         os.closerange(3, 1 << 10)
         os._exit(0 if not module._listens(host.port) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_signal_ends_the_agent(
+    nodes: Callable[[str, int, int], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises it where its thread is; all other errors there are not the end of a job."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    node = nodes("node-a", 1, 2)
+    node.culprit(2)
+    ended = SignalException("got a signal", signal.SIGTERM)
+    for error in (ended, RuntimeError("the store is gone")):
+
+        def fail(*arguments: object, error: Exception = error) -> None:
+            raise error
+
+        calls: list[Callable[[], object]] = [
+            lambda: node.supervisor.admit(node.rendezvous),
+            lambda: node.supervisor._look(fail),
+            node.rendezvous.leave,
+            lambda: node.rendezvous.bars_of("node-a"),
+            lambda: node.supervisor._keep_bar(node.rendezvous, bar_of("node-a", "", 1.0)),
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(node.rendezvous, "why_needed", fail)
+            patch.setattr(node.rendezvous, "_store", fail)
+            patch.setattr(node.rendezvous._handler, "_stop_heartbeats", fail)
+            for call in calls:
+                if error is ended:
+                    with pytest.raises(SignalException):
+                        call()
+                else:
+                    call()
 
 
 def test_another_rendezvous_lets_all_in() -> None:

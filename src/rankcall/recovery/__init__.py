@@ -4,6 +4,10 @@
 
     policy        one table: restart, after which pause, or stop
     failures      what ended an attempt, as a signature
+    history       the failures of a run, for who reads it
+    leftovers     ends ranks that outlive their launcher
+    health        whether this node is well enough to take part
+    rendezvous    torch's, with a door for nodes that are barred
     supervisor    notes how attempts end, and asks the policy
     agent         torchrun's agent, which asks the supervisor
     previous      what the program of the next attempt can ask

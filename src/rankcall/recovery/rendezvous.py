@@ -25,6 +25,15 @@ _EXIT_S = 10.0  # to tell the others that this node leaves; without that, they n
 _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 
 
+def is_signal(error: Exception) -> bool:
+    """Return whether torch raised an error in the agent's thread because the agent got a signal.
+
+    torch does so wherever the thread is (``SignalException``), and the agent must end then. Each
+    ``except Exception`` between torch and here asks this first.
+    """
+    return hasattr(error, "sigval")
+
+
 class Rendezvous:
     """torch's handler, which it wraps, and the job's store.
 
@@ -79,12 +88,15 @@ class Rendezvous:
         Never raises: nodes whose heartbeats end are taken out by the others after 15 s.
         """
         self._is_left = True
-        with contextlib.suppress(Exception):
+        try:
             from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
             self._handler._stop_heartbeats()
             leave = dynamic_rendezvous._RendezvousExitOp()
             self._handler._op_executor.run(leave, time.monotonic() + _EXIT_S)
+        except Exception as error:
+            if is_signal(error):
+                raise
 
     def why_needed(self, sleep: Callable[[float], object] = time.sleep) -> str:
         """Return why the job cannot go on without this node; empty if it can.
@@ -121,12 +133,14 @@ class Rendezvous:
 
         The value counts as far as it is sound: whoever reaches the store can also end the job.
         """
-        with contextlib.suppress(Exception):
+        try:
             store, key = self._store(), f"bar/{node}"
-            if store.check([key]):
-                bar = decode_bar(bytes(store.get(key)))
-                return [bar] if bar.node == node else []
-        return []
+            bars = [decode_bar(bytes(store.get(key)))] if store.check([key]) else []
+            return [bar for bar in bars if bar.node == node]
+        except Exception as error:
+            if is_signal(error):
+                raise
+            return []
 
     def _store(self) -> Any:
         from torch.distributed import PrefixStore

@@ -32,7 +32,7 @@ from rankcall.recovery.policy import (
     Limits,
     decide,
 )
-from rankcall.recovery.rendezvous import Rendezvous
+from rankcall.recovery.rendezvous import Rendezvous, is_signal
 from rankcall.run.bars import BAR_S, Bar, bar_of, newest, note_bar, read_bars
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.recoveries import (
@@ -195,6 +195,8 @@ class Supervisor:
                 return
             needed = rendezvous.why_needed()
         except Exception as error:  # what the store raises; torch tells of it in a moment
+            if is_signal(error):
+                raise
             logger.warning("cannot find out whether this node is barred: %s", error)
             return
         node = self._attempt.host or host_name()
@@ -233,6 +235,8 @@ class Supervisor:
             if bar not in read_bars(self._run_dir):
                 note_bar(self._run_dir, bar)
         except Exception as error:
+            if is_signal(error):
+                raise
             logger.warning("cannot keep everywhere that this node is barred: %s", error)
 
     def _blame(self, cause: Cause) -> None:
@@ -259,7 +263,9 @@ class Supervisor:
         try:
             self._note_exits()
             cause = find(self._run_dir, self._attempt)
-        except Exception:  # any run may be damaged in any way, and the job is to go on
+        except Exception as error:  # any run may be damaged in any way, and the job is to go on
+            if is_signal(error):
+                raise
             logger.warning("cannot find out why the workers ended", exc_info=True)
             cause = Cause(Signature("unknown"), UNCLEAR, (), "", 0, -1, 0, 0, 0, 0, "")
         self._blame(cause)
