@@ -68,6 +68,17 @@ def open_regular(path: Path) -> BinaryIO:
     return open(fd, "rb")
 
 
+def read_at_most(file: BinaryIO, most: int) -> bytes:
+    """Return the content of a small file. Raises ``ValueError`` if it has more bytes than ``most``.
+
+    The size is looked at first: a hole takes no disk, and fills memory like any other bytes.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size > most:
+        raise ValueError(f"it has {size:,} bytes, more than {most:,}")
+    return file.read(most)
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Add a line to a file of mode 0600 in one write; a symbolic link is not followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -22,6 +22,7 @@ from rankcall.ring.reader import read_head, read_ring
 from rankcall.ring.tables import ENTRY_SIZES, ENTRY_STRING, Group
 from rankcall.ring.tail import tail_of
 from rankcall.ring.writer import Identity, PythonRing, create
+from rankcall.run.joins import read_joins
 from rankcall.run.load import load
 
 _RINGS = 10
@@ -213,6 +214,42 @@ def test_time_is_bounded_too(tmp_path: Path) -> None:
     with pytest.raises(CorruptRunError, match="longer"):
         budget.spend(1)
     _reading(budget, tmp_path / "a", 8 << 20, lambda: budget.spend(1))
+
+
+# --- the files beside the rings ---
+
+_HOLE = 3 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", b""),
+        ("hangs/0001/verdict.json", b"["),
+        pytest.param("joins.jsonl", b"", marks=pytest.mark.slow),
+        pytest.param("hangs/0001/verdict.json", b"", marks=pytest.mark.slow),
+        pytest.param("run.json", b"[", marks=pytest.mark.slow),
+        pytest.param("joins.jsonl", b"[", marks=pytest.mark.slow),
+    ],
+)
+def test_a_file_beside_the_rings(tmp_path: Path, name: str, content: bytes) -> None:
+    """One that is a hole of 3 GiB, or 40 MiB of lists, which JSON makes 1 GiB of, is not read."""
+    write_ring(tmp_path / "rings/0.ring", 0, 1, [group("0", _ranks(1))])
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content + (b"[]," * ((40 << 20) // 3) if content else b""))
+        file.truncate(max(file.tell(), 0 if content else _HOLE))
+    rings, peak = peak_of_reading(tmp_path)
+    assert rings == 1
+    assert peak < _MOST_MIB
+
+
+def test_many_damaged_lines_of_joins(tmp_path: Path) -> None:
+    """Each of the first ones is named."""
+    (tmp_path / "joins.jsonl").write_bytes(b"\n" * 100_000)
+    joins, problems = read_joins(tmp_path)
+    assert (joins, len(problems)) == ([], 64)
 
 
 # --- holes ---

@@ -33,20 +33,34 @@ _VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
 _NUMBER = re.compile("[0-9]{1,9}")  # the name of a verdict's folder
 _LONGEST_S = 1e9  # a longer hang is damage
 _MOST_HANG_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
+# What a verdict takes at most, beside its ranks and for each of them. As JSON, a byte of a hostile
+# one can become twenty in memory.
+_FIRST_BYTES, _BYTES_OF_RANK = 1 << 23, 1 << 10
+_MOST_VERDICTS = 256  # that are read of a run, the newest ones
 _MOST_STACK_BYTES = 1 << 16  # of one rank: about 800 lines
 
 
 def hang_folders(path: Path) -> list[Path]:
-    """Return the folders of the verdicts of a run, in the order in which they were kept."""
+    """Return the folders of a run's newest verdicts, in the order in which they were kept."""
     if not os.path.isdir(path):  # unlike Path.is_dir, false if a parent cannot be read
         return []
     places = path, *trusted_live_dirs(path)
-    return [folder for place in places for folder in numbered(place / HANGS)]
+    folders = [folder for place in places for folder in numbered(place / HANGS)]
+    return folders[-_MOST_VERDICTS:]
 
 
-def read_verdict(folder: Path) -> bytes:
-    """Return an encoded verdict. Raises ``OSError``."""
-    return _read(folder / _VERDICT)
+def read_verdict(folder: Path, ranks: int | None = None) -> bytes:
+    """Return an encoded verdict. Raises ``OSError``.
+
+    Args:
+        folder: Its folder.
+        ranks: The number of ranks of the job, if it is known. A verdict that has more bytes than
+            one about so many ranks is cut, and so damaged.
+    """
+    most = _MOST_HANG_BYTES
+    if ranks is not None:
+        most = min(most, _FIRST_BYTES + ranks * _BYTES_OF_RANK)
+    return _read(folder / _VERDICT, most)
 
 
 def note_over(place: Path, seconds: float) -> None:

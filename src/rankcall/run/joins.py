@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rankcall.files import append_line, open_regular
 from rankcall.problems import Problem, ProblemKind
 
 FILE = "joins.jsonl"
+_MOST_LINE = 1 << 23  # bytes: of a Join of 100,000 ranks
+_MOST_DAMAGED = 64  # lines
 
 
 @dataclass
@@ -69,17 +71,27 @@ def read_joins(run_dir: Path) -> tuple[list[JoinSummary], list[Problem]]:
     problems: list[Problem] = []
     try:
         with open_regular(path) as file:
-            lines = file.read().decode(errors="replace").splitlines()
+            for number, line in enumerate(_lines(file), 1):
+                try:
+                    joins.append(_parse(json.loads(line)))
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                    text = f"{path}: line {number} is damaged"
+                    problems.append(Problem(ProblemKind.UNREADABLE, text))
+                    if len(problems) == _MOST_DAMAGED:
+                        break  # the lines after it are not of ours either
     except (FileNotFoundError, NotADirectoryError):
-        lines = []
+        pass
     except OSError as error:
         return [], [Problem(ProblemKind.UNREADABLE, f"{path}: cannot be read: {error}")]
-    for number, line in enumerate(lines, 1):
-        try:
-            joins.append(_parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            problems.append(Problem(ProblemKind.UNREADABLE, f"{path}: line {number} is damaged"))
     return joins, problems
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, up to one that is longer than any of ours, which is cut."""
+    while line := file.readline(_MOST_LINE):
+        yield line
+        if len(line) == _MOST_LINE:
+            return
 
 
 def _parse(fields: Any) -> JoinSummary:

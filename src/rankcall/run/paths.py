@@ -38,7 +38,7 @@ from typing import Any
 
 from rankcall._version import __version__
 from rankcall.errors import RunNotFoundError
-from rankcall.files import open_regular, replacing, scratch_beside
+from rankcall.files import open_regular, read_at_most, replacing, scratch_beside
 from rankcall.folders import (
     UnsafeFolderError,
     check_file,
@@ -55,6 +55,7 @@ from rankcall.run.redaction import redact_command
 RUNS = "rankcall-runs"
 ATTEMPTS = "attempts"
 RUN_SCHEMA = 1
+_MOST_ABOUT = 1 << 22  # bytes of ``run.json``; Linux limits a command line to 2 MiB
 _DEEPEST = 100  # levels of lists and dicts in ``run.json``
 HANGS = "hangs"
 VIEWS = "views"  # below the live rings: see ``views``
@@ -137,7 +138,7 @@ def read_about(path: Path, problems: list[Problem]) -> dict[str, Any]:
         if not path.is_dir():
             return {}
         with open_regular(path / "run.json") as file:
-            about = json.load(file)
+            about = json.loads(read_at_most(file, _MOST_ABOUT))
         if _is_deep(about):
             raise ValueError("it is nested too deeply")
         return about if isinstance(about, dict) else {}

@@ -16,15 +16,16 @@ from rankcall.run.stack_text import tidy
 _MOST_STACKS = 4096
 
 
-def kept_in(path: Path) -> list[Kept]:
+def kept_in(path: Path, ranks: int | None = None) -> list[Kept]:
     """Return the verdicts in a run directory, in the order in which they were kept.
 
-    A verdict that is damaged, or that cannot be read, is left out.
+    A verdict that is damaged, or that cannot be read, is left out. For ``ranks``, see
+    ``read_verdict``.
     """
     verdicts = []
     for folder in hang_folders(path):
         with contextlib.suppress(OSError, ValueError):
-            verdict = decode(read_verdict(folder), with_ranks=False)
+            verdict = decode(read_verdict(folder, ranks), with_ranks=False)
             stacks = len(stacks_in(folder))
             verdicts.append(Kept(verdict, folder, str(folder), read_over(folder), stacks))
     return verdicts
@@ -38,7 +39,7 @@ def stacks_beside(kept: Kept) -> dict[int, str]:
 
 def kept_of(run: Run) -> list[Kept]:
     """Return the verdicts in a run, which may come from an archive that was extracted anywhere."""
-    verdicts = kept_in(run.path)
+    verdicts = kept_in(run.path, run.world_size)
     if run.source in (None, run.path):
         return verdicts
     return [replace(kept, place=str(kept.folder.relative_to(run.path))) for kept in verdicts]
