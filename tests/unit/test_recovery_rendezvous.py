@@ -185,7 +185,7 @@ def test_a_signal_ends_the_agent(
     ended = SignalException("got a signal", signal.SIGTERM)
     for error in (ended, RuntimeError("the store is gone")):
 
-        def fail(*arguments: object, error: Exception = error) -> None:
+        def fail(*arguments: object, error: Exception = error) -> Any:
             raise error
 
         calls: list[Callable[[], object]] = [

@@ -12,6 +12,7 @@ from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.folders import run_folder
+from rankcall.recovery.history import decided
 from rankcall.recovery.policy import EXIT_STATUS, Limits
 from rankcall.recovery.supervisor import (
     JobStopped,
@@ -22,7 +23,7 @@ from rankcall.recovery.supervisor import (
 from rankcall.run.exits import read_exits
 from rankcall.run.hangs import fill, note_over
 from rankcall.run.paths import HANGS
-from rankcall.run.recoveries import FILE_VARIABLE, read_recoveries
+from rankcall.run.recoveries import FILE_VARIABLE, GAVE_UP, read_recoveries
 
 
 class Job:
@@ -178,3 +179,19 @@ def test_a_new_node_is_no_recovery(tmp_path: Path) -> None:
     job.attempt(-9)
     with pytest.raises(JobStopped):
         job.attempt(-9)
+
+
+def test_the_launchers_own_limit(tmp_path: Path) -> None:
+    """A failure after which torchrun may not restart is noted, so that a reader finds the last."""
+    job = Job(tmp_path)
+    job.attempt(-9)
+    job.supervisor.before_start(1)
+    job.supervisor.started({0: 1 << 22, 1: (1 << 22) + 9}, 2)
+    job.supervisor.failed({1: 3})
+    job.supervisor.gave_up()
+    (told,) = read_recoveries(tmp_path)
+    assert [(end.decision, end.rule) for end in told.ends] == [
+        ("restart", "backs_off"),
+        ("stop", GAVE_UP),
+    ]
+    assert [end.signature.line for end in decided([told])] == ["signal 9", "exit status 3"]

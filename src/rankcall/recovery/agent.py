@@ -52,6 +52,12 @@ def _agent_class(supervisor: Supervisor) -> type:
 
         _nodes: frozenset[Any] = frozenset()  # of the attempt that runs
 
+        def run(self, *args: Any, **keywords: Any) -> Any:
+            result = super().run(*args, **keywords)
+            if self._has_failed:  # and no restart followed
+                supervisor.gave_up()
+            return result
+
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rankcall.recovery.failures import Cause, cause_in
 from rankcall.recovery.policy import POLICY, Case, Failure
 from rankcall.run.load import Run
-from rankcall.run.recoveries import AttemptEnd, Recoveries, read_recoveries
+from rankcall.run.recoveries import GAVE_UP, AttemptEnd, Recoveries, read_recoveries
 
-_RULES = frozenset(row.rule for row in POLICY)
+_FAILURES = {GAVE_UP, *(row.rule for row in POLICY)}  # not those that are other nodes' matter
 
 
 def decided(agents: Sequence[Recoveries]) -> Sequence[AttemptEnd]:
@@ -19,7 +19,7 @@ def decided(agents: Sequence[Recoveries]) -> Sequence[AttemptEnd]:
     Each node's agent notes a failure that its workers had part in, and has only its own to judge
     by. An agent also notes those restarts about which another node decided.
     """
-    ends = [[end for end in agent.ends if end.rule in _RULES] for agent in agents]
+    ends = [[end for end in agent.ends if end.rule in _FAILURES] for agent in agents]
     return max(ends, key=len, default=[])
 
 

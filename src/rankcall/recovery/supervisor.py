@@ -37,6 +37,7 @@ from rankcall.run.bars import BAR_S, Bar, bar_of, newest, note_bar, read_bars
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.recoveries import (
     FILE_VARIABLE,
+    GAVE_UP,
     AttemptEnd,
     AttemptStart,
     Signature,
@@ -156,6 +157,13 @@ class Supervisor:
         # The decision is noted before the pause: a reader then sees why the job stands still.
         self._conclude(end, decision)
         self._carry_out(decision, failure)
+
+    def gave_up(self) -> None:
+        """Note how the last attempt ended, after which torchrun's own limit allows no restart."""
+        self._end_leftovers()
+        failure, end = self._look(cause_of)
+        self._earlier.append(failure)
+        self._conclude(end, Decision(GAVE_UP, True, "torchrun's --max-restarts is used up"))
 
     def follows(self) -> None:
         """Note why this node's workers were ended, although none has failed: another node's did.

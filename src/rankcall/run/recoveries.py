@@ -26,6 +26,7 @@ from rankcall.run.paths import files_in
 RECOVERIES = "recoveries"
 # Set by the agent for its workers: the file to which it writes.
 FILE_VARIABLE = "RANKCALL_RECOVERIES"
+GAVE_UP = "gave_up"  # instead of a rule: torchrun's own limit of restarts was reached
 _MOST_BYTES = 1 << 24  # of one file; the rest is not read
 _MOST_LINE = 1 << 16  # characters
 _MOST_TEXT = 1024
@@ -80,7 +81,8 @@ class AttemptEnd:
         noticed_ns: When the agent saw that.
         stopped_ns: When no worker of this node was left.
         decision: ``restart`` or ``stop``.
-        rule: The row of the policy that decided.
+        rule: The row of the policy that decided; ``follows``, ``joined`` or ``gave_up`` if the
+            policy was not asked.
         reason: Why, in words.
         delay_s: The pause before the restart.
         verdict: The folder of the verdict in the run; empty without one.
