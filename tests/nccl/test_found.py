@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 from recorded_jobs import RecordedJobs, torch_version
 
@@ -72,5 +73,34 @@ def test_a_rank_that_does_not_come_to_a_batch(jobs: RecordedJobs, capture: str) 
         assert (found["kind"], found["ranks"]) == ("no_progress", [])
         assert found["facts"][0]["others"]["ranks"] == [0, 1]
         assert stands == ["end_unknown", "end_unknown"]
+    job.tell("end")
+    job.job.succeed()
+
+
+def test_a_call_left_out_before_one_of_another_group(jobs: RecordedJobs) -> None:
+    """Rank 1 leaves out a call of its pair, and its host waits in the next call of all ranks.
+
+    Rank 0 has issued both. Its device is in the pair's, so it has not come to the other one.
+    """
+    job = jobs.start(
+        4,
+        """
+        init(); x = torch.ones(64, device="cuda"); pairs = [dist.new_group([0, 1]), None]
+        def step(skip):
+            if rank < 2 and not skip: dist.all_reduce(x, group=pairs[0])
+            dist.all_reduce(x)
+        for _ in range(3): step(False)
+        torch.cuda.synchronize(); step(rank == 1); wait_told("end"); os._exit(0)
+        """,
+    )
+    job.wait_for(lambda rows: rows.filter(status="completed").height == 18 and rows.height == 23)
+    found: list[dict[str, Any]] = []
+    while not found:
+        assert time.monotonic() < job.job.deadline
+        written = job.command("diagnose", "--json", "--hang-after", "0.2").stdout
+        found = json.loads(written)["findings"]
+    assert [(one["kind"], one["ranks"], one["victims"]) for one in found] == [
+        ("deadlock", [0, 1], [2, 3])
+    ]
     job.tell("end")
     job.job.succeed()

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from diagnosing import WORLD, causes, diagnose_calls
@@ -161,6 +162,71 @@ def test_a_device_that_waits_in_another_group_is_a_victim(tmp_path: Path) -> Non
     world = calls_on_devices((0, 1, 3), issued_by=(0, 1, 3), line=9)
     pair = calls_on_devices((0,), group=PAIR, at=20)
     assert causes(diagnosed(tmp_path, world, pair)) == [("missing", (2,))]
+
+
+def in_one_order(rank: int, calls: Iterable[tuple[Group, int, bool]], **fields: Any) -> list[Call]:
+    """Return all_reduces of one thread: the group of each, its number, and whether it is over."""
+    result = []
+    for place, (group, seq, is_over) in enumerate(calls):
+        issue, line = place * MS, 7 if group is WORLD else 9
+        end = issue + MS if is_over else None
+        values = {"thread": 10, "flags": FLAG_DEVICE, **fields}
+        result.append(Call(rank, seq, issue, end, group=group, line=line, **values))
+    return result
+
+
+BOTH_OVER = [(PAIR, 1, True), (WORLD, 1, True)]
+PAIR_FIRST = [*BOTH_OVER, (PAIR, 2, False), (WORLD, 2, False)]
+WORLD_FIRST = [*BOTH_OVER, (WORLD, 2, False), (PAIR, 2, False)]
+WORLD_ALONE = [*BOTH_OVER, (WORLD, 2, False)]
+ELSEWHERE = [(WORLD, 1, True), (WORLD, 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("first", "fields", "found"),
+    [
+        (PAIR_FIRST, {}, [("deadlock", (0, 1))]),
+        (PAIR_FIRST, {"async_op": 1}, [("stuck", ())]),
+        (PAIR_FIRST, {"thread": 0}, [("stuck", ())]),
+        (WORLD_FIRST, {}, [("stuck", ())]),
+    ],
+)
+def test_a_call_behind_one_of_another_group(
+    tmp_path: Path,
+    first: list[tuple[Group, int, bool]],
+    fields: dict[str, Any],
+    found: list[tuple[str, tuple[int, ...]]],
+) -> None:
+    """Rank 1 leaves out the pair's call; rank 0's device, which waits there, is not in the world's.
+
+    That holds only if rank 0's stream waits for the pair's call first.
+    """
+    calls = [in_one_order(0, first, **fields), in_one_order(1, WORLD_ALONE)]
+    calls += [in_one_order(rank, ELSEWHERE) for rank in (2, 3)]
+    diagnosis = diagnosed(tmp_path, *calls)
+    assert causes(diagnosis) == found
+    if found[0][0] == "deadlock":
+        (finding,) = diagnosis.findings
+        assert (finding.confidence, finding.victims) == ("likely", (2, 3))
+        steps = [fact for fact in finding.facts if fact.relation is R.WAITS_FOR]
+        waiting = {f.ranks.numbers: f.others.numbers for f in steps if f.ranks and f.others}
+        assert waiting == {(0,): (1,), (1,): (0,)}
+
+
+def test_all_have_issued_two_calls_in_opposite_orders(tmp_path: Path) -> None:
+    """Which call each device is in is not known then, so no rank is named."""
+    calls = [in_one_order(0, PAIR_FIRST), in_one_order(1, WORLD_FIRST)]
+    calls += [in_one_order(rank, ELSEWHERE) for rank in (2, 3)]
+    assert causes(diagnosed(tmp_path, *calls)) == [("stuck", ())]
+
+
+def test_a_rank_that_left_out_a_message(tmp_path: Path) -> None:
+    """Rank 0's device waits for a message that rank 1 has not sent, before the call of all."""
+    message = Call(0, 1, MS, None, "recv", group=WORLD, peer=1, api="recv", line=11)
+    message = replace(message, thread=10, flags=FLAG_DEVICE)
+    over, behind = in_one_order(0, ELSEWHERE)
+    calls = [[over, message, behind], *(in_one_order(rank, ELSEWHERE) for rank in (1, 2, 3))]
+    assert causes(diagnosed(tmp_path, *calls)) == [("deadlock", (0, 1))]
 
 
 def test_a_rank_that_has_not_issued_is_missing_as_before(tmp_path: Path) -> None:

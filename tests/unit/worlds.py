@@ -54,6 +54,7 @@ class Call:
     shape_hash: int = 0  # of an all_to_all: not 0 if it has split sizes
     api: str = ""
     thread: int = 0
+    async_op: int = 0
 
 
 def write_world(
@@ -130,6 +131,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "reduce_op": REDUCE_OPS.index(call.reduce_op),
         "shape_hash": call.shape_hash,
         "thread": call.thread,
+        "async_op": call.async_op,
     }
     for name, value in values.items():
         row[name] = value

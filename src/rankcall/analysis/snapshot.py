@@ -36,7 +36,9 @@ SEND, RECV = OPS.index("send"), OPS.index("recv")
 # In the ``flags`` of a call, beside those of its record.
 PEER_CLOSED = 128  # of a failed call: a peer's connection was closed
 START_SEEN = 64  # of a call on a device: the back end has said that the device started it
-BLOCKS = 32  # the caller waits in the function that issued it (``async_op`` is false)
+# The caller waits in the function that issued it (``async_op`` is false). On a device, the caller's
+# stream waits, and its thread goes on.
+BLOCKS = 32
 
 Bools = npt.NDArray[np.bool_]
 Calls = npt.NDArray[Any]

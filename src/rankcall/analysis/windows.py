@@ -159,7 +159,7 @@ class Windows:
                 calls["flags"][kept["error"] == key] |= PEER_CLOSED
         on_device = kept["flags"] & FLAG_DEVICE != 0
         calls["flags"][on_device & (kept["started_ns"] > 0)] |= START_SEEN
-        calls["flags"][~on_device & (kept["async_op"] == 0)] |= BLOCKS
+        calls["flags"][kept["async_op"] == 0] |= BLOCKS
         with np.errstate(invalid="ignore"):  # a damaged record may hold any kind of NaN
             calls["took_s"] = np.where(on_device, kept["device_ms"] / 1e3, np.nan)
         over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)

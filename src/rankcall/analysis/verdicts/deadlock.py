@@ -50,7 +50,7 @@ class Deadlock(Kind):
             cycle.ranks,
             victims=tuple(sorted(evidence.graph.victims(cycle.waits) - set(cycle.ranks))),
             hosts=hosts_of(snapshot, cycle.ranks),
-            confidence="likely" if any(wait.soft for wait in cycle.waits) else "certain",
+            confidence=_confidence(cycle),
             said=[circle, *(tags or steps)],
             # The steps are said once: in the summary, as far as it has room for them.
             shown=[*(steps if tags else steps[SHOWN:]), *_so_far(snapshot, cycle.waits)],
@@ -58,6 +58,11 @@ class Deadlock(Kind):
             advice=_advice(cycle),
             **fields_of_wait(snapshot, longest),
         )
+
+
+def _confidence(cycle: Cycle) -> str:
+    """Return "likely" if an end may not be waited for, or if the order of a device is concluded."""
+    return "likely" if any(wait.soft or wait.unstarted for wait in cycle.waits) else "certain"
 
 
 def _inside(cycle: Cycle, ranks: Sequence[int]) -> list[int]:

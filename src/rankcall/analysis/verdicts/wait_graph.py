@@ -6,7 +6,8 @@ ranks are in a call themselves, which shows what they wait for, or they are wher
 
 A rank that has issued a call on a device has not come to it before the device starts it. If the
 back end tells the starts, a rank whose device has not started a call that another one's has is
-waited for, and does not wait there itself.
+waited for, and does not wait there itself. If nothing tells the starts, the order of the calls
+still does in one case: a stream comes to no call behind one that it waits in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.snapshot import (
+    BLOCKS,
     COLLECTIVE,
     COMPLETED,
     OUTSIDE,
@@ -80,6 +82,7 @@ def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
     waits = list(_collective_waits(snapshot, collectives, hung, idle)) if len(collectives) else []
     if len(messages):
         waits += _message_waits(snapshot, messages, hung, idle)
+    _note_queued(snapshot, waits)
     return waits
 
 
@@ -203,6 +206,53 @@ def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> 
         for key, row in sorted(first.items(), key=lambda item: item[1])
         for wait in _message_wait(snapshot, key, row, newest, open_to_any, hung, ends)
     ]
+
+
+def _note_queued(snapshot: Snapshot, waits: Sequence[Wait]) -> None:
+    """Note the ranks whose devices are held in one call, and so have not come to a later one.
+
+    For example, rank 1 leaves out a call of a pair and goes on to one of the world. Rank 0 has
+    issued both, but its device waits for rank 1 in the pair's, so rank 1 waits for rank 0 in the
+    world's. Without this, all would have come to that one.
+
+    Only calls whose caller's stream waits for them count, and only calls of one thread, which most
+    likely are on one stream: the stream is not on record. A call that lacks no member holds no
+    device, as far as is known, so it is not taken for what comes first.
+    """
+    calls = snapshot.calls
+    holding: dict[tuple[int, int], int] = {}  # by rank and thread: the number of its oldest record
+    for wait in waits:
+        if wait.absent and not wait.soft:
+            for row in wait.rows.tolist():
+                if _holds_stream(snapshot, row):
+                    thread = int(calls["rank"][row]), int(calls["thread"][row])
+                    index = int(calls["index"][row])
+                    holding[thread] = min(index, holding.get(thread, index))
+    queued: dict[tuple[int, Channel | None, int], set[int]] = {}
+    for wait in waits if holding else ():
+        if not wait.absent and not wait.behind:
+            for row in wait.rows[calls["flags"][wait.rows] & START_SEEN == 0].tolist():
+                rank, index = int(calls["rank"][row]), int(calls["index"][row])
+                if index > holding.get((rank, int(calls["thread"][row])), index):
+                    queued.setdefault((wait.group, wait.channel, wait.seq), set()).add(rank)
+    for wait in waits:
+        ranks = queued.get((wait.group, wait.channel, wait.seq), set())
+        stays = [number for number, rank in enumerate(wait.waiters) if rank not in ranks]
+        if ranks and stays and not wait.absent:
+            wait.rows = wait.rows[stays]
+            wait.waiters = [wait.waiters[number] for number in stays]
+            wait.absent = wait.unstarted = sorted(ranks)
+            wait.present = [rank for rank in wait.present if rank not in ranks]
+
+
+def _holds_stream(snapshot: Snapshot, row: int) -> bool:
+    """Tell whether the stream of a call's caller waits for it, as the record says."""
+    call = snapshot.calls[row]
+    if call["thread"] == 0 or not call["flags"] & FLAG_DEVICE:
+        return False
+    if call["kind"] == P2P:
+        return snapshot.api(int(call["site"])) in BLOCKING
+    return bool(call["flags"] & BLOCKS)
 
 
 class _DeviceEnds(NamedTuple):
