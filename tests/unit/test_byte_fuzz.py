@@ -10,6 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,18 @@ from ring_fuzz import _record_field, apply, sound_bytes
 from rankcall.analysis import node_snapshot
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.analysis.summary import summarise
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.encoding import encode
+from rankcall.analysis.verdicts.kept import kept_of, stacks_beside, whole_verdict
+from rankcall.analysis.verdicts.verdict import Origin
 from rankcall.c10d.requests import Add, Check, CompareSet, Now, Read, ReadMany, Steps
 from rankcall.errors import RankcallError
+from rankcall.files import write_private
+from rankcall.folders import run_folder
 from rankcall.job import choice
+from rankcall.job.keep import keep_verdict
 from rankcall.job.other_nodes import Exchange
 from rankcall.job.posts import Posts
 from rankcall.job.sealing import sealed
@@ -34,8 +41,14 @@ from rankcall.job.viewers import Questions
 from rankcall.packed_json import pack
 from rankcall.record import RECORD
 from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.report.summary_text import render
 from rankcall.run.archive import pack as pack_files
+from rankcall.run.exits import STATES, Exit, describe_states, note_exit, states_name
+from rankcall.run.hangs import note_over
+from rankcall.run.joins import JoinSummary, RankSummary, append_join
 from rankcall.run.load import load
+from rankcall.run.recoveries import AttemptEnd, AttemptStart, Signature, file_of, note
+from rankcall.run.stderr_tails import STDERR, TailFile
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
@@ -183,6 +196,46 @@ def _log(folder: Path) -> Target:
     return Target(read, logs, (RankcallError,))
 
 
+def _beside(folder: Path) -> Target:
+    """The files beside the rings of a run; the first byte of an input chooses one of them."""
+    run, diagnosis = _hang(folder), diagnose(load(folder / "job"), 60.0)
+    head = load(run).heads[2].header
+    note_exit(run, Exit(2, 0, head.host, head.pid, -9, head.last_sign_epoch_ns))
+    append_join(run, JoinSummary("replay", "active", "train.py:7", [RankSummary(0, 5, 1, 2, 0.5)]))
+    for event in (AttemptStart(0, 7), AttemptEnd(0, Signature("dead"), "machine", (2,))):
+        note(file_of(run, head.host, 9), event)
+    tail = TailFile(run_folder(run, STDERR), 2, 0, head.host)
+    tail.write(b"Traceback (most recent call last):\nValueError: no such file\n")
+    tail.close()
+    write_private(run_folder(run, STATES) / states_name(), describe_states([head]))
+    origin = Origin("x", head.boot_id, head.native_heartbeat_ns, head.last_sign_epoch_ns, 1)
+    place = keep_verdict(run, replace(diagnosis, origin=origin), {2: _STACK}, lambda kept: True)
+    assert place is not None
+    note_over(place, 2.0)
+    files = sorted(path for path in run.rglob("*") if path.is_file() and path.suffix != ".ring")
+    sound = [path.read_bytes() for path in files]
+
+    def read(data: bytes) -> None:
+        number = data[0] % len(files) if data else 0
+        files[number].write_bytes(data[1:])
+        try:
+            loaded = load(run)
+            diagnosis_text(diagnose(loaded, 60.0))
+            render(summarise(loaded))
+            for kept in kept_of(loaded):
+                stacks_beside(kept), whole_verdict(kept)
+        finally:
+            files[number].write_bytes(sound[number])
+
+    seeds = [bytes([number]) + content for number, content in enumerate(sound)]
+    return Target(read, seeds, (RankcallError,))
+
+
+_STACK = """Thread 0x00007f0000000700 (most recent call first):
+  File "/job/data.py", line 8 in fetch
+"""
+
+
 def _archive(folder: Path) -> Target:
     run, archives = _hang(folder), []
     for name in ("a.tar.zst", "a.tar.gz", "a.tar"):
@@ -205,6 +258,7 @@ TARGETS = {
     "dump": _dump,
     "log": _log,
     "archive": _archive,
+    "beside": _beside,
 }
 
 
