@@ -1,4 +1,4 @@
-"""Every error survives the way to another process."""
+"""Every error survives the way to another process, and says why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from rankcall import errors
+from rankcall.c10d.errors import lost
 
 
 @pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "RankcallError"])
@@ -57,3 +58,17 @@ def test_one_rank_of_a_node_warns(
     for _ in range(2):
         errors.warn_once("the disk is full")
     assert capsys.readouterr().err.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("Broken pipe", "is gone: Broken pipe. Look at"),
+        ("Broken pipe.\nframe #0", "is gone: Broken pipe. Look at"),
+        ("Failed. Did the server crash?", "is gone: Failed. Did the server crash? Look at"),
+        ("", "is gone: no reason was given. Look at"),
+    ],
+)
+def test_the_reason_for_which_a_store_is_lost(reason: str, said: str) -> None:
+    """It is a sentence, whatever torch says."""
+    assert said in str(lost("at host:1", reason))

@@ -45,9 +45,11 @@ def lost(
         name: The call for which the store is lost, for example ``barrier 'epoch'``.
     """
     state = "does not answer (its host is stopped, or cut off)" if is_silent else "is gone"
+    said = next(iter(reason.strip().splitlines()), "no reason was given").rstrip(".")
+    end = "" if said.endswith(("?", "!")) else "."  # torch asks: did the remote server crash?
     error = StoreLostError(
-        f"{name + ': ' if name else ''}the store {place} {state}: {reason.splitlines()[0]}. Look "
-        "at the process that hosts it; with rankcall.store.failover() a job goes on without it",
+        f"{name + ': ' if name else ''}the store {place} {state}: {said}{end} Look at the "
+        "process that hosts it; with rankcall.store.failover() a job goes on without it",
         host=place.removeprefix("at "),
         is_silent=is_silent,
     )
