@@ -52,6 +52,34 @@ def test_the_job_of_the_guide(tmp_path: Path) -> None:
     assert relations.count("late_because") == 1
 
 
+def rows_of_the_guide() -> list[tuple[str, str]]:
+    """Return the causes that the guide has a program for, with the sentence of each."""
+    section = GUIDE.read_text().partition("### See each of them")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", section, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cause", "sentence"), rows_of_the_guide(), ids=lambda value: value[:12])
+def test_each_row_of_the_guide(tmp_path: Path, cause: str, sentence: str) -> None:
+    """Its program is late for that reason: the verdict names it with that sentence, and no other.
+
+    On a busy machine, a rank that computes has no CPU for most of its time, which is true.
+    """
+    section = GUIDE.read_text().partition("### See each of them")[2]
+    (script, *_) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "late.py").write_text(script)
+    ended = launch("run", "--nproc-per-node", "2", "late.py", cause, cwd=tmp_path, timeout=400)
+    assert ended.status == 0, ended.err
+    kind, facts = reasons(tmp_path)
+    named = [fact.value("cause") for fact in facts]
+    if cause in ("checkpoint", "compilation") and named == ["no_cpu"]:
+        return
+    assert (kind, named) == ("straggler", [] if cause == "sleep" else [cause])
+    shown = launch("diagnose", cwd=tmp_path, env={"COLUMNS": "1000"}).out
+    told = re.findall(r"[Ii]t spent \S+ s of \S+ s (.*?): that explains", shown)
+    assert told == ([] if cause == "sleep" else [sentence])
+
+
 COLLECTS_FOR_LONG = """
 import gc, os, time
 import torch, torch.distributed as dist

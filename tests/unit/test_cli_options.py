@@ -19,7 +19,7 @@ from rankcall.cli import run as run_command
 from rankcall.cli.commands import COMMANDS
 from rankcall.cli.job_options import OPTIONS, JobOptions, Reaction, TraceMode
 
-READERS = ("report", "diagnose", "explain-policy", "export", "top", "serve")
+READERS = ("report", "diagnose", "explain-policy", "profile", "export", "top", "serve")
 TYPES = re.compile(r"<(?:list|int|float|str|path|bool|Path)\b")
 
 

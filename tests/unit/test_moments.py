@@ -71,10 +71,12 @@ def test_a_look_that_comes_late_shows_no_phase(process: Process) -> None:
     assert process.look(250, late=30)["data_loader_ns"] == 280
 
 
-def test_without_frames_phases_are_not_known(process: Process) -> None:
+def test_without_frames_phases_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that cannot see them has no counter of them."""
-    process.doing = None
-    assert process.look(250) == {"stopped_ns": 0}
+    made = Process(monkeypatch)
+    made.doing = None
+    made.look(0)
+    assert made.look(250) == {"stopped_ns": 0, "gil_ns": 0}
 
 
 def held(process: Process, explain: Callable[[], None] = lambda: None) -> int:
@@ -122,14 +124,13 @@ def test_what_is_counted_a_moment_later_explains_it_too(process: Process) -> Non
     assert process.look(250)["gil_ns"] == 0
 
 
-def test_nothing_is_said_without_evidence(process: Process) -> None:
+def test_nothing_is_said_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """No counter of stops, or of a thread's times: then no counter of the GIL."""
-    process.stopped = None
-    process.look(250, late=100)
-    assert "gil_ns" not in process.look(250)
-    process.stopped, process.trains = 0, []
-    process.look(250, late=100)
-    assert "gil_ns" not in process.look(250)
+    for stopped, trains in ((None, [0, 0]), (0, [])):
+        made = Process(monkeypatch)
+        made.stopped, made.trains = stopped, trains
+        for late in (0, 100, 0):
+            assert "gil_ns" not in made.look(250, late)
 
 
 def test_half_of_the_time_is_estimated_as_half(monkeypatch: pytest.MonkeyPatch) -> None:

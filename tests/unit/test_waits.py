@@ -112,6 +112,10 @@ capture/native/ring.h: yield: sched_yield
     at most 1,000 times
 capture/native/kernels.h: yield: sched_yield
     at most 2 ms, at the first op of a group on a device
+capture/native/recorder.h: lock: lock
+    the mutex_ above, again, after a look at files of /proc
+capture/native/pulse.h: read: read
+    files of /proc, which the kernel answers from memory
 capture/native/recorder.h: join: thread_
     wait_for has seen its last line
 capture/own_ring.py: wait: self._wanted.wait

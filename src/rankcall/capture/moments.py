@@ -113,6 +113,10 @@ class Moments:
         if mine is None or trains is None:
             return
         now = self._before = _Moment(now_ns, mine, trains, seen, collected_ns)
+        # From the first look on, these grow: a counter's growth is known between two samples.
+        for name in (*DOING[1:], "gil"):
+            if (seen.stopped_ns if name == "gil" else seen.doing) is not None:
+                self._counters.setdefault(f"{name}_ns", 0)
         if before is None:
             return
         late_ns = now_ns - due_ns - (mine.queued_ns - before.mine.queued_ns)
@@ -124,10 +128,6 @@ class Moments:
         self._late = _Late(late_ns, now_ns - before.time_ns, before)
 
     def _count_phase(self, doing: str | None, late_ns: int, since_ns: int) -> None:
-        if doing is None:
-            return
-        for name in DOING[1:]:
-            self._counters.setdefault(f"{name}_ns", 0)
         if doing and late_ns < _LATE_NS:
             self._counters[f"{doing}_ns"] += min(since_ns, _LONGEST_NS)
 
@@ -140,7 +140,6 @@ class Moments:
         stopped_ns, before_ns = now.look.stopped_ns, late.before.look.stopped_ns
         if stopped_ns is None or before_ns is None:
             return
-        self._counters.setdefault("gil_ns", 0)
         elsewhere_ns = stopped_ns - before_ns + now.collected_ns - late.before.collected_ns
         if late.late_ns - elsewhere_ns >= _LATE_NS:
             self._counters["gil_ns"] += late.since_ns

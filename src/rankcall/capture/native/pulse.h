@@ -32,7 +32,7 @@ class Pulse {
   // After a sleep that was to take `planned_ns` and took `slept_ns`.
   void look(int64_t planned_ns, int64_t slept_ns, uint32_t training_thread) {
     const int64_t late_ns = slept_ns - planned_ns;
-    if (late_ns > kNoticeNs || ++since_read_ >= kReadEvery) note_lateness(late_ns);
+    if (late_ns > kNoticeNs || ++since_read_ >= kReadEvery) note_lateness(late_ns, planned_ns);
     since_state_ns_ += slept_ns;
     if (++looks_ % 4) return;  // the state costs more than the rest
     note_state(training_thread, since_state_ns_ < kMostNs ? since_state_ns_ : kMostNs);
@@ -48,7 +48,7 @@ class Pulse {
   static constexpr int64_t kMostNs = 1000000000;  // that one look at the state stands for
   static constexpr int kReadEvery = 5;
 
-  void note_lateness(int64_t late_ns) {
+  void note_lateness(int64_t late_ns, int64_t planned_ns) {
     since_read_ = 0;
     char raw[128];
     if (!read("/proc/thread-self/schedstat", raw, sizeof(raw))) return;
@@ -63,7 +63,10 @@ class Pulse {
     }
     // The time in the run queue is that since the last reading, so a stop is rather too short.
     const int64_t unexplained_ns = late_ns - (queued_ns - before_ns);
-    if (unexplained_ns > kNoticeNs) stopped_ns_.fetch_add(unexplained_ns, std::memory_order_relaxed);
+    // The part of a stop in which this thread would have slept anyway is not seen. On average, a stop
+    // begins in the middle of a sleep.
+    if (unexplained_ns > kNoticeNs)
+      stopped_ns_.fetch_add(unexplained_ns + planned_ns / 2, std::memory_order_relaxed);
   }
 
   void note_state(uint32_t thread, int64_t since_last_ns) {
