@@ -6,6 +6,10 @@ its end. With ``--backend nccl``, the ranks are on simulated devices, in the env
 test-nccl`` makes, and the scenarios are those of tests/nccl/scenarios_on_devices.py. Synthetic
 worlds: rings of 64 to 16,384 ranks with one planted fault of each kind.
 
+``--rows FILE`` has one JSON object a line for each scenario that was run. Those in it are not run
+again, so that the real jobs can be run in parts: ``--stop-after 400`` begins no scenario later
+than that, in s. ``scenarios`` says how many there are, and ``of`` how many there should be.
+
 A finding is right where kind and culprits are exactly what was planted. ``precision``: of what was
 found, the part that is right. ``recall``: of what was planted, the part that was found.
 ``false_alarms``: findings in healthy jobs. ``median_seconds_to_verdict``: from the threshold until
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +46,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
     parser.add_argument("--only", default="", help="only scenarios with this in their name")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--rows", type=Path, help="keep each scenario here, run only those missing")
+    parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--worlds", type=int, nargs="*", default=list(WORLDS))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -49,7 +56,19 @@ def main() -> int:
         return 0
     score = Score()
     sys.path[:0] = [str(TESTS / "multiproc"), str(TESTS / "nccl")]
-    real = _real(score, *_scenarios(options.backend), options.only)
+    scenarios, run_options = _scenarios(options.backend)
+    chosen = [scenario for scenario in scenarios if options.only in scenario.name]
+    rows = _kept(options.rows)
+    begin_until = time.monotonic() + options.stop_after
+    for row in _run(
+        (scenario for scenario in chosen if scenario.name not in rows), run_options, begin_until
+    ):
+        rows[row["name"]] = row
+        if options.rows is not None:
+            with options.rows.open("a") as file:
+                print(json.dumps(row), file=file)
+    real = _real(score, [rows[scenario.name] for scenario in chosen if scenario.name in rows])
+    real["of"] = len(chosen)
     worlds = _worlds(score, options.worlds)
     print(json.dumps({**score.figures(), **real, **worlds}, indent=1))
     return 0
@@ -101,34 +120,72 @@ def _scenarios(backend: str) -> tuple[list[Any], dict[str, Any]]:
     return chosen, {"capture": "native", "check_facts": False}
 
 
-def _real(
-    score: Score, scenarios: Sequence[Any], options: dict[str, Any], only: str
-) -> dict[str, Any]:
+def _kept(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the rows that an earlier run has kept, by the names of their scenarios."""
+    rows = {}
+    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the run was stopped while it wrote
+            continue
+        rows[row["name"]] = row
+    return rows
+
+
+def _run(
+    scenarios: Iterable[Any], options: dict[str, Any], begin_until: float
+) -> Iterator[dict[str, Any]]:
+    """Run scenarios until a time of the monotonic clock; yield a row for each.
+
+    One that fails, for example because a cause was not named in time, has found nothing.
+    """
     from scenario_run import run  # type: ignore[import-not-found]
 
-    chosen = [scenario for scenario in scenarios if only in scenario.name]
-    seconds, took = [], []
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
         before, live = os.environ.get("RANKCALL_SHM"), Path(tempfile.mkdtemp(dir="/dev/shm"))
         os.environ["RANKCALL_SHM"] = str(live)
         try:
-            for scenario in chosen:
-                verdicts = run(scenario, Path(folder) / scenario.name, **options)
-                took.append(verdicts.took)
-                seconds += [] if verdicts.seconds is None else [verdicts.seconds]
-                for judge, causes in verdicts.by.items():
-                    score.add(f"{scenario.name} ({judge})", causes, scenario.causes)
+            for scenario in scenarios:
+                if time.monotonic() > begin_until:
+                    break
+                row = {"name": scenario.name, "planted": scenario.causes}
+                try:
+                    verdicts = run(scenario, Path(folder) / scenario.name, **options)
+                except AssertionError as error:
+                    problem = str(error).partition("\n")[0]
+                    yield row | {"by": {"not to its end": []}, "problem": problem}
+                    continue
+                yield row | {
+                    "by": verdicts.by,
+                    "took": verdicts.took,
+                    "seconds": verdicts.seconds,
+                }
         finally:
             shutil.rmtree(live, ignore_errors=True)
             os.environ.pop("RANKCALL_SHM")
             if before is not None:
                 os.environ["RANKCALL_SHM"] = before
+
+
+def _real(score: Score, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Count the rows of real jobs, and return their times."""
+    for row in rows:
+        for judge, causes in row["by"].items():
+            score.add(f"{row['name']} ({judge})", _causes(causes), _causes(row["planted"]))
+    seconds = [row["seconds"] for row in rows if row.get("seconds") is not None]
+    took = [row["took"] for row in rows if "took" in row]
     return {
-        "scenarios": len(chosen),
+        "scenarios": len(rows),
+        "not_to_their_end": {row["name"]: row["problem"] for row in rows if "problem" in row},
         "median_seconds_to_verdict": round(median(seconds), 3) if seconds else None,
         "worst_seconds_to_verdict": round(max(seconds), 3) if seconds else None,
         "median_seconds_of_a_scenario": round(median(took), 2) if took else None,
     }
+
+
+def _causes(causes: Iterable[Sequence[Any]]) -> list[Cause]:
+    """Return causes as they are compared: JSON has lists for tuples."""
+    return [(kind, tuple(ranks)) for kind, ranks in causes]
 
 
 def _worlds(score: Score, sizes: Sequence[int]) -> dict[str, Any]:
