@@ -19,6 +19,7 @@ from rankcall.recovery.health import why_not_well
     [
         ("true", ""),
         ("", ""),
+        ('test "$RANKCALL" = 0', ""),  # it is not recorded into the run of the job
         ("echo first; echo 'fan is broken' >&2; exit 3", "exit status 3: fan is broken"),
         ("exit 4", "exit status 4"),
         ("kill -9 $$", "signal 9"),
