@@ -53,6 +53,14 @@ def test_damage_is_left_out(damage: bytes, tmp_path: Path) -> None:
     assert read_bars(tmp_path) == [whole]
 
 
+def test_the_end_of_a_long_file_counts(tmp_path: Path) -> None:
+    """A node whose agent is started for days adds lines; the newest is read all the same."""
+    line = encode_bar(bar_of("node-b", "x" * 1000, 60.0)) + b"\n"
+    whole = bar_of("node-b", "mended", 0.0, barred=False)
+    (tmp_path / BARS).write_bytes(line * 1200 + encode_bar(whole) + b"\n")
+    assert newest(read_bars(tmp_path))["node-b"] == whole
+
+
 def test_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A path without a run is the user's mistake."""
     file = tmp_path / "file"

@@ -10,6 +10,7 @@ Agents write it when they leave the job, and people by ``rankcall bar`` and ``ra
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,7 +21,9 @@ from rankcall.files import append_line, open_file
 
 BARS = "bars.jsonl"
 BAR_S = 3600.0  # by default; a node that was repaired needs no human to get back
-_MOST_BYTES = 1 << 20  # of the file; the rest is not read
+# Read at the end of the file: an agent that is started again and again adds a line each time that
+# its node is not well, and the newest lines count.
+_MOST_BYTES = 1 << 20
 _MOST_LINE = 4096
 _MOST_NAME, _MOST_REASON = 255, 1024  # characters
 _LIMIT = 1 << 62  # a larger number is damage
@@ -87,6 +90,7 @@ def read_bars(run_dir: Path) -> list[Bar]:
     """Return the lines of a run; damaged ones are left out."""
     try:
         with open_file(run_dir / BARS) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
             lines = file.read(_MOST_BYTES).splitlines()
     except OSError:
         return []
