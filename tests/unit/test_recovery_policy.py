@@ -12,6 +12,7 @@ from rankcall.recovery.policy import (
     POLICY,
     PROGRAM,
     UNCLEAR,
+    UNKNOWN,
     Case,
     Failure,
     Limits,
@@ -134,3 +135,10 @@ def test_whose_error_a_broken_connection_is() -> None:
     """Another rank may have failed. A device's error is this rank's own."""
     assert is_of_peer("RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:1")
     assert not is_of_peer("torch.AcceleratorError: CUDA error: unspecified launch failure")
+
+
+def test_failures_of_which_nothing_is_known() -> None:
+    """Nobody can say that they repeat. Without progress, they end the job all the same."""
+    unknown = Failure(Signature(UNKNOWN), UNCLEAR, 0)
+    rules = [decide(Case(unknown, [unknown] * count)).rule for count in range(4)]
+    assert rules == ["try_again"] * 3 + ["no_progress"]

@@ -43,14 +43,13 @@ def _agent_class(supervisor: Supervisor) -> type:
         """The agent of one node. The methods are those that torch's own agent calls, in order."""
 
         _has_failed = _has_started = False
+        _nodes: frozenset[Any] = frozenset()  # of the attempt that runs
 
         def __init__(self, spec: Any, *args: Any, **keywords: Any) -> None:
             # launch_agent closes the rendezvous by this attribute, too.
             self._rendezvous_of_job = spec.rdzv_handler = Rendezvous(spec.rdzv_handler)
             self._rendezvous_of_job.before = lambda: supervisor.admit(spec.rdzv_handler)
             super().__init__(spec, *args, **keywords)
-
-        _nodes: frozenset[Any] = frozenset()  # of the attempt that runs
 
         def run(self, *args: Any, **keywords: Any) -> Any:
             result = super().run(*args, **keywords)

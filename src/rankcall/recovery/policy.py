@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from rankcall.run.recoveries import Signature
 
 PROGRAM, MACHINE, UNCLEAR = "program", "machine", "unclear"
+UNKNOWN = "unknown"  # the kind of a failure that could not be looked at
 MAX_RECOVERIES = 10
 WINDOW_S = 3600.0
 EXIT_STATUS = 65  # EX_DATAERR of sysexits.h: the same input will fail again
@@ -90,7 +91,12 @@ class Case:
 
     @property
     def repeats(self) -> int:
-        """How often this failure has come before, at the same step."""
+        """How often this failure has come before, at the same step.
+
+        Failures of which nothing is known are not the same ones.
+        """
+        if self.failure.signature.kind == UNKNOWN:
+            return 0
         return sum(
             (failure.signature, failure.step) == (self.failure.signature, self.failure.step)
             for failure in self.earlier

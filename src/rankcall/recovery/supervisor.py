@@ -25,6 +25,7 @@ from rankcall.recovery.policy import (
     MAX_RECOVERIES,
     PROGRAM,
     UNCLEAR,
+    UNKNOWN,
     WINDOW_S,
     Case,
     Decision,
@@ -275,7 +276,7 @@ class Supervisor:
             if is_signal(error):
                 raise
             logger.warning("cannot find out why the workers ended", exc_info=True)
-            cause = Cause(Signature("unknown"), UNCLEAR, (), "", 0, -1, 0, 0, 0, 0, "")
+            cause = Cause(Signature(UNKNOWN), UNCLEAR, (), "", 0, -1, 0, 0, 0, 0, "")
         self._blame(cause)
         failure, lost = self._failure(cause)
         return failure, AttemptEnd(
