@@ -63,6 +63,7 @@ def test_ranks_that_die_at_several_lines(tmp_path: Path) -> None:
     exits = dict.fromkeys(range(4), (-9, 60.0))
     diagnosis = diagnose_calls(tmp_path, calls, states=dict.fromkeys(range(4), "gone"), exits=exits)
     assert causes(diagnosis) == [("dead", (0, 1, 2, 3))]
+    assert diagnosis.findings[0].culprit_line == ""
     lines = {rank: row.line for row in rows(diagnosis) for rank in row.ranks}
     assert lines == {0: "train.py:5", 1: "train.py:23", 2: "train.py:23", 3: "train.py:23"}
 

@@ -89,22 +89,6 @@ class Finding:
         return "" if fact is None else _line_in(fact)
 
     @property
-    def culprit_lines(self) -> dict[int, str]:
-        """``culprit_line`` by culprit; empty for a culprit of which no fact says that it is there.
-
-        If ranks in a call and one that has not come to it die together, the line is not the last
-        one's.
-        """
-        line = self.culprit_line
-        there = {
-            rank
-            for fact in self.facts
-            if line and _line_in(fact) == line and fact.ranks is not None
-            for rank in fact.ranks.numbers
-        }
-        return {rank: line if rank in there else "" for rank in self.ranks}
-
-    @property
     def culprit_place(self) -> Fact | None:
         """The fact that says where the culprits stand; None if they stand at several lines."""
         culprits = set(self.ranks)
@@ -118,8 +102,25 @@ class Finding:
                 and _line_in(fact)
             }
             if facts:
-                return facts.popitem()[1] if len(facts) == 1 else None
+                place = facts.popitem()[1] if len(facts) == 1 else None
+                return None if place is None or self._is_elsewhere(culprits, place) else place
         return None
+
+    def _is_elsewhere(self, culprits: set[int], place: Fact) -> bool:
+        """Return whether a culprit is known to have left another call, and not to be at a place.
+
+        If ranks in a call and one that has not come to it die together, the line of the call is
+        not that one's.
+        """
+        left, there = set[int](), set[int]()
+        for fact in self.facts:
+            if fact.ranks is not None:
+                ranks = culprits.intersection(fact.ranks.numbers)
+                if fact.relation is Relation.LAST_LEFT:
+                    left |= ranks
+                elif _line_in(fact) == _line_in(place):
+                    there |= ranks
+        return bool(left - there)
 
     @property
     def shown_line(self) -> str:

@@ -98,9 +98,9 @@ class Verdict:
     def _lines(self) -> dict[int, str]:
         """The lines of the culprits, by the likeliest cause that names them."""
         return {
-            rank: line
+            rank: finding.culprit_line
             for finding in reversed(self.findings)
-            for rank, line in finding.culprit_lines.items()
+            for rank in finding.ranks
         }
 
     @property
