@@ -133,6 +133,13 @@ def test_nothing_is_said_without_evidence(monkeypatch: pytest.MonkeyPatch) -> No
             assert "gil_ns" not in made.look(250, late)
 
 
+def test_stops_need_the_time_in_the_run_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, a thread that got no CPU looks as if it had been stopped."""
+    made = Process(monkeypatch)
+    made.mine, made.stopped = [], 500
+    assert "stopped_ns" not in made.look(250)
+
+
 def test_half_of_the_time_is_estimated_as_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps of any length, of which the loader takes half: pauses are not in step with it."""
     for step_ms in (100, 250, 500):

@@ -102,11 +102,13 @@ class Moments:
         """
         now_ns = time.monotonic_ns()
         seen = self._look(self._number_of(thread))
+        mine = self._times_of(threading.get_native_id())
+        if mine is None:  # a thread that waits for a CPU would look like one that was stopped
+            seen = seen._replace(stopped_ns=None)
         for name in ("stopped_ns", "blocked_ns"):
             value = getattr(seen, name)
             if value is not None:
                 self._counters[name] = value
-        mine = self._times_of(threading.get_native_id())
         trains = self._times_of(thread) if thread else None
         before, self._before = self._before, None
         late, self._late = self._late, None

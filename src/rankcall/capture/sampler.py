@@ -126,13 +126,15 @@ def _times_of(thread: int) -> ThreadTimes | None:
 
 
 def _running_and_queued(raw: bytes) -> dict[str, int]:
-    running, queued = raw.split()[:2]
-    return {"running_ns": int(running), "queued_ns": int(queued)}
+    running, queued = map(int, raw.split()[:2])
+    # A kernel that does not count says "0 0 0".
+    return {"running_ns": running, "queued_ns": queued} if running else {}
 
 
 def _schedule(raw: bytes) -> dict[str, int]:
     """Read a thread's schedstat: behind its time on a CPU, its time in a run queue, in ns."""
-    return {"runnable_ns": int(raw.split()[1])}
+    times = _running_and_queued(raw)
+    return {"runnable_ns": times["queued_ns"]} if times else {}
 
 
 def _disk(raw: bytes) -> dict[str, int]:
