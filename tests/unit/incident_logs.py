@@ -540,6 +540,234 @@ INCIDENTS: dict[str, Incident] = {
     "a crash of the allocator": Incident(
         ["double free or corruption (!prev)", *_torchrun(2, -6)],
     ),
+    "ranks of an older torch that timed out in different calls": Incident(
+        [
+            "[E ProcessGroupNCCL.cpp:475] [Rank 1] Watchdog caught collective operation "
+            "timeout: WorkNCCL(SeqNum=1420, OpType=BROADCAST, NumelIn=1, NumelOut=1, "
+            "Timeout(ms)=1800000) ran for 1800114 milliseconds before timing out.",
+            "[E ProcessGroupNCCL.cpp:475] [Rank 2] Watchdog caught collective operation "
+            "timeout: WorkNCCL(SeqNum=1420, OpType=ALLREDUCE, NumelIn=4096, NumelOut=4096, "
+            "Timeout(ms)=1800000) ran for 1800300 milliseconds before timing out.",
+            "[E ProcessGroupNCCL.cpp:475] [Rank 3] Watchdog caught collective operation "
+            "timeout: WorkNCCL(SeqNum=1420, OpType=BROADCAST, NumelIn=1, NumelOut=1, "
+            "Timeout(ms)=1800000) ran for 1800114 milliseconds before timing out.",
+        ],
+        ("desync",),
+        (1, 2, 3),
+        "#1420 of one group: rank 2 in all_reduce",
+    ),
+    "composer repeats what each rank wrote": Incident(
+        [
+            "ERROR:composer.cli.launcher:Rank 5 crashed with exit code 1.",
+            "Waiting up to 30 seconds for all training processes to terminate. Press "
+            "Ctrl-C to exit immediately.",
+            "Global rank 5 (PID 1201) exited with code 1",
+            "----------Begin global rank 5 STDERR----------",
+            "Traceback (most recent call last):",
+            '  File "/job/train.py", line 91, in <module>',
+            "    main(cfg)",
+            '  File "/job/train.py", line 60, in main',
+            "    trainer.fit()",
+            "ValueError: Expected labels in [0, 32000)",
+            "----------End global rank 5 STDERR----------",
+        ],
+        ("dead",),
+        (5,),
+        "Expected labels",
+    ),
+    "an exception of DDP without its traceback": Incident(
+        [
+            "[rank1]: RuntimeError: Expected to have finished reduction in the prior "
+            "iteration before starting a new one. This error indicates that your module "
+            "has parameters that were not used in producing loss. Parameter indices which "
+            "did not receive grad for rank 1: 5 6",
+        ],
+        (),
+        (),
+        "does not say which rank",
+    ),
+    "a model with more parameters on one of two ranks": Incident(
+        [
+            "[rank0]: Traceback (most recent call last):",
+            '[rank0]:   File "/job/train.py", line 9, in <module>',
+            "[rank0]:     model = FSDP(model)",
+            "[rank0]:   File "
+            '"/venv/lib/python3.11/site-packages/torch/distributed/utils.py", line 274, in '
+            "_verify_param_shape_across_processes",
+            "[rank0]:     return dist._verify_params_across_processes(process_group, "
+            "tensors, logger)",
+            "[rank0]: RuntimeError: DDP expects same model across all ranks, but Rank 0 "
+            "has 160 params, while rank 1 has inconsistent 162 params.",
+        ],
+        ("mismatch",),
+        (),
+        "162 parameters",
+    ),
+    "a container that starts again and again": Incident(
+        [
+            'I0311 10:11:12.123456    1201 kubelet.go:2117] "SyncLoop (PLEG): event for '
+            'pod" pod="train/job-worker-2"',
+            'E0311 10:11:13.113456    1201 pod_workers.go:1301] "Error syncing pod, '
+            'skipping" err="failed to \\"StartContainer\\" for \\"pytorch\\" with '
+            'CrashLoopBackOff: \\"back-off 5m0s restarting failed container=pytorch '
+            'pod=job-worker-2_train(aa)\\"" pod="train/job-worker-2"',
+        ],
+        (),
+        (),
+        "does not say which rank",
+    ),
+    "how kubectl describe shows a container's end": Incident(
+        [
+            "    State:          Terminated",
+            "      Reason:       Error",
+            "      Exit Code:    137",
+            "      Started:      Tue, 04 Mar 2025 10:00:00 +0000",
+        ],
+        (),
+        (),
+        "code 137",
+    ),
+    "a worker of Ray that a signal ended": Incident(
+        [
+            "(RayTrainWorker pid=991, ip=10.1.2.3) *** SIGSEGV received at time=1731572112 "
+            "on cpu 33 ***",
+            "(RayTrainWorker pid=991, ip=10.1.2.3) PC: @     0x7f12  (unknown)  ncclProxyService",
+            "(raylet, ip=10.1.2.3) A worker died or was killed while executing a task by "
+            "an unexpected system error. To troubleshoot the problem, check the logs for "
+            "the dead worker. RayTask ID: ffff Worker ID: aa Node ID: bb Worker IP "
+            "address: 10.1.2.3 Worker port: 10123 Worker PID: 991 Worker exit type: "
+            "SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection "
+            "error code 2. End of file.",
+        ],
+        (),
+        (),
+        "Process 991 on 10.1.2.3 failed with SIGSEGV",
+    ),
+    "a child process of SGLang that was killed": Incident(
+        [
+            "[2025-05-02 12:10:11 TP0] Watchdog timeout (self.watchdog_timeout=300)",
+            "[2025-05-02 12:10:11 TP0] Pyspy failed to dump PID 991.",
+            "[2025-05-02 12:10:16] Child process unexpectedly failed with exitcode=-9. pid=1021",
+        ],
+        (),
+        (),
+        "code -9",
+    ),
+    "a link of RCCL that failed": Incident(
+        [
+            "gpu-07:30121:30455 [3] /long_pathname/src/transport/net_ib.cc:1295 NCCL WARN "
+            "NET/IB : Got completion from peer 10.2.0.14<45022> with status=12 opcode=0 "
+            "len=0 vendor err 129 (Recv) localGid fe80::1 remoteGids fe80::2",
+            "gpu-07:30121:30455 [3] NCCL INFO transport/net.cc:1298 -> 6",
+            "[rank11]:[E1114 08:12:33.120331 ProcessGroupNCCL.cpp:1595] [PG ID 0 PG GUID "
+            "0(default_pg) Rank 11] Process group watchdog thread terminated with "
+            "exception: NCCL error: remote process exited or there was a network error, "
+            "NCCL version 2.18.3",
+        ],
+        (),
+        (),
+        "gpu-07 and 10.2.0.14<45022>",
+    ),
+    "a wait of HCCL for a rank that did not answer": Incident(
+        [
+            "EI0002: [PID: 3310] 2024-11-14-08:12:34.221.334 The wait execution of the "
+            "Notify register times out. Reason: The Notify register has not received the "
+            "Notify record from remote rank [5]. base information: [streamID:[17], "
+            "taskID[3], taskType[Notify Wait], tag[AllReduce_10.0.3.4%eth0_60000_0_1]]",
+            "        Possible Cause: 1. An exception occurs during the execution on some "
+            "NPUs in the cluster. As a result, collective communication operation "
+            "failed.2. The execution speed on some NPU in the cluster is too slow to "
+            "complete a communication operation within the timeout interval.",
+            "        TraceBack (most recent call last):",
+            "        rtStreamSynchronizeWithTimeout execute failed, reason=[the model "
+            "stream execute "
+            "failed][FUNC:FuncErrorReason][FILE:error_message_manage.cc][LINE:53]",
+        ],
+        (),
+        (),
+        "does not say which rank",
+    ),
+    "watchdogs of HCCL": Incident(
+        [
+            "[rank0]:[E1114 08:12:33.120331 ProcessGroupHCCL.cpp:512] [Rank 0] Watchdog "
+            "caught collective operation timeout: WorkHCCL(SeqNum=118, OpType=ALLREDUCE, "
+            "Timeout(ms)=1800000) ran for 1800421 milliseconds before timing out.",
+            "[rank1]:[E1114 08:12:33.120331 ProcessGroupHCCL.cpp:512] [Rank 1] Watchdog "
+            "caught collective operation timeout: WorkHCCL(SeqNum=118, OpType=ALLREDUCE, "
+            "Timeout(ms)=1800000) ran for 1800421 milliseconds before timing out.",
+            "[ERROR] 2024-11-14-08:12:34 (PID:2231, Device:0, RankID:0) ERR02200 DIST call "
+            "hccl api failed.",
+            "[rank0]: RuntimeError: HCCL function error: HcclAllReduce(inputDataPtr, "
+            "outputDataPtr, numel, hcclType, hcclReduceOp, hcclComm->getHcclComm(), "
+            "stream.stream(false)), error code is 9",
+        ],
+        (),
+        (),
+        "Ranks 0-1 timed out",
+    ),
+    "a step of Slurm whose memory ran out": Incident(
+        [
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=88213.0. Some of the "
+            "step tasks have been OOM Killed.",
+            "srun: error: node-c: task 2: Out Of Memory",
+            "srun: Terminating StepId=88213.0",
+            "slurmstepd: error: *** STEP 88213.0 ON node-a CANCELLED AT 2025-03-04T10:11:12 ***",
+            "0: Traceback (most recent call last):",
+            '0:   File "/job/train.py", line 4, in <module>',
+            "0: torch.distributed.DistBackendError: "
+            "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by "
+            "peer [10.0.0.3]:33121",
+        ],
+        ("dead",),
+        (2,),
+        "SIGKILL",
+    ),
+    "a worker of Ray without device memory": Incident(
+        [
+            "(TrainWorker pid=4711, ip=10.0.0.4) torch.OutOfMemoryError: CUDA out of "
+            "memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
+            "of which 1.10 GiB is free.",
+            "2025-02-11 10:22:31,221 ERROR tune_controller.py:1331 -- Trial task failed "
+            "for trial TorchTrainer_3f2a1_00000",
+            "Traceback (most recent call last):",
+            "  File "
+            '"/usr/lib/python3/site-packages/ray/air/execution/_internal/event_manager.py",'
+            " line 110, in resolve_future",
+            "    result = ray.get(future)",
+            "ray.exceptions.RayTaskError(OutOfMemoryError): ray::_Inner.train() (pid=4700, "
+            "ip=10.0.0.4, actor_id=12ab)",
+        ],
+        (),
+        (),
+        "device had no memory left",
+    ),
+    "an engine of vLLM that got no answer": Incident(
+        [
+            "INFO 06-11 02:33:10 [parallel_state.py:1065] rank 1 in world size 2 is "
+            "assigned as DP rank 0, PP rank 0, TP rank 1, EP rank 1",
+            "INFO 06-11 02:33:10 [parallel_state.py:1065] rank 0 in world size 2 is "
+            "assigned as DP rank 0, PP rank 0, TP rank 0, EP rank 0",
+            "(EngineCore_0 pid=210) ERROR 06-11 02:43:11 [dump_input.py:69] Dumping input "
+            "data for V1 LLM engine (v0.9.1)",
+            "(EngineCore_0 pid=210) ERROR 06-11 02:43:11 [core.py:634] EngineCore "
+            "encountered a fatal error.",
+            "(EngineCore_0 pid=210) ERROR 06-11 02:43:11 [core.py:634] Traceback (most "
+            "recent call last):",
+            "(EngineCore_0 pid=210) ERROR 06-11 02:43:11 [core.py:634]   File "
+            '"/opt/venv/lib/python3.12/site-packages/vllm/v1/executor/multiproc_executor.py'
+            '", line 237, in collective_rpc',
+            "(EngineCore_0 pid=210) ERROR 06-11 02:43:11 [core.py:634]     result = "
+            "get_response(w, dequeue_timeout)",
+            "(EngineCore_0 pid=210) ERROR 06-11 02:43:11 [core.py:634] TimeoutError: RPC "
+            "call to execute_model timed out.",
+            "(APIServer pid=1) ERROR 06-11 02:43:11 [async_llm.py:420] "
+            "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. "
+            "See stack trace (above) for the root cause.",
+        ],
+        (),
+        (),
+        "does not say which rank",
+    ),
 }
 
 _STARTS = [

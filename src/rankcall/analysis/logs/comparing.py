@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from rankcall.analysis.logs.case import SAME, Case, Numbering, minority, ranks_text, subject
@@ -77,7 +78,7 @@ def models(case: Case) -> list[Finding]:
     """Return the ranks whose models DDP found to differ; it compares each rank with rank 0."""
     reports, numbering = case.facts(ModelsDiffer), Numbering()
     for report in reports:
-        numbering.note(case.rank(report.line), report.rank)
+        numbering.note(case.rank(report.line), report.writer)
     if not reports or numbering.wrong:
         return []
     differing = {report.rank for report in reports}
@@ -312,14 +313,34 @@ def different(case: Case) -> list[Finding]:
             if call is not None and call.op and state.failed > 0:
                 by_seq[state.failed][state.group.rank] = call
         for seq, calls in by_seq.items():
-            finding = _differing(case, name, states[0], seq, calls)
+            finding = _differing(case, name, states[0].group, seq, calls)
             if finding is not None:
                 return [finding]
-    return []
+    return _different_without_groups(case)
+
+
+def _different_without_groups(case: Case) -> list[Finding]:
+    """Return what differs if no message has the group, as before torch 2.3.
+
+    Calls of several groups must not be compared. They would seldom all have one number, and some
+    rank would have two. Where ranks have a number in the job too, it must be the same.
+    """
+    seqs = {timeout.seq for timeout in case.timeouts}
+    calls = {timeout.in_group: timeout for timeout in case.timeouts}
+    numbering = Numbering()
+    for rank, call in calls.items():
+        numbering.note(case.rank(call.line), rank)
+    is_one_group = len(seqs) == 1 and len(calls) == len(case.timeouts) and -1 not in calls
+    if case.progress or not is_one_group or numbering.wrong or not all(seqs):
+        return []
+    if not all(call.op for call in calls.values()):
+        return []
+    finding = _differing(case, "", GroupName("", "", min(calls)), min(seqs), calls)
+    return [] if finding is None else [replace(finding, confidence="possible")]
 
 
 def _differing(
-    case: Case, name: str, state: Progress, seq: int, calls: dict[int, Timeout]
+    case: Case, name: str, group: GroupName, seq: int, calls: dict[int, Timeout]
 ) -> Finding | None:
     ops = {call.op for call in calls.values()}
     sides: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
@@ -332,7 +353,7 @@ def _differing(
     known = set(range(max({*calls, *case.seen()}) + 1)) <= set(calls)
     named = minority(list(sides.values())) if known else tuple(sorted(calls))
     timed_out = [
-        _timed_out(ranks, _call_in(state.group, seq, op), sizes)
+        _timed_out(ranks, _call_in(group, seq, op), sizes)
         for (op, sizes), ranks in sorted(
             sides.items(), key=lambda item: (len(item[1]), min(item[1]))
         )

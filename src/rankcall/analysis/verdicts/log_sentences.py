@@ -120,9 +120,9 @@ def _may_be_behind(fact: Fact) -> str:
 
 def _timed_out_in(facts: Sequence[Fact]) -> str:
     call = call_in(facts[0])
+    group = f"group {name_group(call.group, call.description)}" if call.group else "one group"
     return (
-        f"The ranks timed out in different calls, all of which are #{call.seq} of group "
-        f"{name_group(call.group, call.description)}: "
+        f"The ranks timed out in different calls, all of which are #{call.seq} of {group}: "
         f"{'; '.join(_side_timed_out(fact) for fact in facts[:_SIDES])}."
     )
 

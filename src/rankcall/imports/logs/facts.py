@@ -27,13 +27,17 @@ class GroupName(NamedTuple):
 
 
 class Timeout(NamedTuple):
-    """A rank's watchdog ended a collective. ``sizes`` are the elements in and out, if known."""
+    """A rank's watchdog ended a collective. ``sizes`` are the elements in and out, if known.
+
+    ``in_group`` is the rank's number in the group, or -1.
+    """
 
     line: Line
     seq: int  # 0: the version does not print it
     op: str
     sizes: tuple[int, ...]
     seconds: float
+    in_group: int = -1
 
 
 class Progress(NamedTuple):
@@ -70,12 +74,16 @@ class Mismatch(NamedTuple):
 
 
 class ModelsDiffer(NamedTuple):
-    """DDP found that two ranks wrap different models. Ranks are those within its group."""
+    """DDP found that two ranks wrap different models. Ranks are those within its group.
+
+    ``writer`` is the one of the two that wrote it.
+    """
 
     line: Line
     rank: int
     other: int
     what: str
+    writer: int
 
 
 class SpawnedExit(NamedTuple):

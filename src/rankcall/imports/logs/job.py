@@ -28,7 +28,14 @@ from rankcall.imports.logs.facts import (
 from rankcall.imports.logs.prefixes import Line, Prefixes, Step, Writer
 from rankcall.imports.logs.reading import Log, RawLine, logs_of
 from rankcall.imports.logs.sources import facts_of, markers
-from rankcall.imports.logs.tracebacks import Failure, Raised, Report, StackOfCollective, Traceback
+from rankcall.imports.logs.tracebacks import (
+    Failure,
+    Raised,
+    Report,
+    StackOfCollective,
+    Traceback,
+    names_exception,
+)
 from rankcall.imports.logs.wrapping import Wrapping, wrapping_of
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
@@ -45,6 +52,8 @@ _LAST = 5  # lines after the exception that ended a program
 _NEAR = 5  # lines between "failed to start" and its traceback
 _SHOWN = 170  # characters of a quoted line
 _NAMED_RANK = re.compile(r"rank[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
+# composer writes what a rank wrote after that rank has ended, between two such lines.
+_SECTION = re.compile(r"-{5,} ?(Begin|End) global rank (\d{1,7}) (?:STDERR|STDOUT) ?-{5,}")
 _TENSOR_RANK = re.compile(r"TP(\d{1,7})$")
 
 
@@ -267,9 +276,17 @@ class _Reader:
         self._open: Writer | None = None  # whose traceback goes on without a prefix
         self._report = Report(log_facts.failures)
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
+        self._section = -1  # the rank whose output composer repeats
 
     def read(self, line: Line) -> None:
         """Take one line."""
+        section = _SECTION.search(line.text)
+        if section:
+            self._end_section(line.number)
+            rank = int(section[2])
+            self._section = rank if section[1] == "Begin" and rank < MAX_RANKS else -1
+        elif self._section >= 0 and line.writer.rank < 0:
+            line = line._replace(writer=line.writer._replace(rank=self._section))
         writer, log_facts = line.writer, self._found
         key = writer.file, writer.stream
         if writer.rank >= 0:
@@ -282,6 +299,13 @@ class _Reader:
             return
         self._read_stack(line)
         self._read_traceback(line)
+
+    def _end_section(self, number: int) -> None:
+        """Note which exception is at the end of what one rank wrote: it ended its program."""
+        for raised in self._found.raised:
+            writer = raised.line.writer
+            if writer.file == self._log.index and writer.rank == self._section >= 0:
+                raised.unhandled = raised.unhandled or raised.line.number >= number - _LAST
 
     def _read_stack(self, line: Line) -> None:
         """Take a line of NCCL's stack of a collective; only its first one has the rank."""
@@ -322,6 +346,8 @@ class _Reader:
             if writer.by_torch:  # the line that names the exception may be cut off
                 self._found.facts.append(Fragment(line))
             return
+        if before is None and writer.by_torch and names_exception(line.text):
+            self._found.facts.append(Fragment(line))  # its traceback was cut off
         raised = before.take(line._replace(writer=writer)) if before is not None else None
         if before is not None and raised is not None:
             if before.cause is not None:

@@ -15,7 +15,7 @@ from rankcall.imports.logs.prefixes import Line, Writer
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import op_of_variant
 
-__all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback"]
+__all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback", "names_exception"]
 
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
 _GATHERED = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
@@ -24,6 +24,7 @@ _CARETS = re.compile(r"[\s^~]+$")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _BUILT_IN = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Iteration)$")
+_FAILURE = re.compile(r"(?:Error|Exception)$")
 _IN_C10D = re.compile(r"/torch/distributed/(?:distributed_c10d|c10d_logger)\.py$")
 _LIBRARY = re.compile(r"/(?:torch|rankcall)/|^<|/site-packages/|/dist-packages/|/lib/python")
 # Frames of the programs whose failures this package is about. A traceback without any of them may
@@ -49,6 +50,12 @@ _OF_LAUNCHERS = (
     "ProcessExitedException",
 )
 _STACK_LINE = re.compile(r"\s*#\d{1,4} (\S{1,200}) from (\S{1,400}):(\d{1,9})")
+
+
+def names_exception(text: str) -> bool:
+    """Whether a line is the last one of a traceback: the type of an exception and its message."""
+    match = _EXCEPTION.match(text)
+    return match is not None and ":" in text and bool(_FAILURE.search(match[1]))
 
 
 @dataclass

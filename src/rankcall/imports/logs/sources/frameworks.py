@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from rankcall.imports.logs.facts import Fact, Fatal, Member, Outside
+from rankcall.imports.logs.blame import OWN_SIGNALS
+from rankcall.imports.logs.facts import Fact, Fatal, Fragment, Member, Outside, WorkerExit
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.sources.message import (
     Message,
@@ -45,6 +46,24 @@ def _sglang_size(line: Line, match: re.Match[str]) -> Fact | None:
         return None
     size = int(sizes[1])
     return Member(line, line.writer.host, -1, 0, size) if 0 < size <= MAX_RANKS else None
+
+
+_SGLANG_CHILD = re.compile(
+    r"Child process unexpectedly failed with (?:an )?exit ?code ?=? ?(-?\d{1,5})"
+    r"(?:\. pid=(\d{1,10}))?"
+)
+_SIGNALLED = re.compile(r"\*\*\* SIG([A-Z]{2,6}) received at time=\d{1,12}")
+_NUMBERS = {name.removeprefix("SIG"): number for number, name in OWN_SIGNALS.items()}
+
+
+def _sglang_child(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, int(match[2] or -1), int(match[1]))
+
+
+def _signalled(line: Line, match: re.Match[str]) -> Fact:
+    if match[1] not in _NUMBERS:  # an abort follows many things, and SIGTERM comes from a launcher
+        return Fragment(line)
+    return Fatal(line, f"SIG{match[1]}", "own", line.writer.host, line.writer.pid)
 
 
 _RAY_DIED = re.compile(
@@ -146,6 +165,24 @@ SOURCES: tuple[Source, ...] = (
                 "[2026-03-14 09:02:36 TP3] Scheduler hit an exception: Traceback (most recent call "
                 "last):",
                 "SGLang 0.4 and newer",
+            ),
+            Message(
+                "SGLang: a child process ended",
+                ("Child process unexpectedly failed",),
+                _SGLANG_CHILD,
+                _sglang_child,
+                "[2026-03-14 09:02:41] Child process unexpectedly failed with exitcode=-9. "
+                "pid=1021",
+                "SGLang 0.4 and newer",
+            ),
+            Message(
+                "a signal ended a process",
+                ("*** SIG",),
+                _SIGNALLED,
+                _signalled,
+                "(RayTrainWorker pid=991, ip=10.1.2.3) *** SIGSEGV received at time=1731572112 on "
+                "cpu 33 ***",
+                "Ray 2, and other programs with Abseil's handler",
             ),
             Message(
                 "Ray kills workers because the node's memory runs out",

@@ -322,6 +322,15 @@ SOURCES: tuple[Source, ...] = (
                 "Global rank 3 (PID 4711) exited with code -11",
                 "composer 0.5 and newer",
             ),
+            Message(
+                "what a worker wrote; its lines follow",
+                ("Begin global rank ", "End global rank "),
+                None,
+                None,
+                "----------Begin global rank 3 STDERR----------",
+                "composer 0.5 and newer",
+                _SUMMARY,
+            ),
         ),
     ),
     Source(

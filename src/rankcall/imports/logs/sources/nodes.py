@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from rankcall.imports.logs.facts import DeviceFault, Fact, Fatal
+from rankcall.imports.logs.facts import DeviceFault, Fact, Fatal, WorkerExit
 from rankcall.imports.logs.prefixes import Line
-from rankcall.imports.logs.sources.message import Message, Source, outside
+from rankcall.imports.logs.sources.message import Message, Source, any_of, failed, outside
 
 __all__ = ["SOURCES"]
 
@@ -35,6 +35,13 @@ _EVICTED = re.compile(
     r"(The node (?:was low on resource: \S+|had condition: \[\w+\])|Evicted pod|OOMKilled"
     r"|imminent node shutdown|Back-?[Oo]ff restarting failed container|NodeNotReady|Preempted by)"
 )
+
+
+_EXIT_CODE = re.compile(r"^\s*Exit Code: {2,}([1-9]\d{0,2})\s*$")
+
+
+def _container_exit(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, -1, int(match[1]))
 
 
 def _oom(line: Line, match: re.Match[str]) -> Fact:
@@ -167,6 +174,24 @@ SOURCES: tuple[Source, ...] = (
                 _EVICTED,
                 outside,
                 "The node was low on resource: memory. Threshold quantity: 100Mi.",
+                "Kubernetes 1.20 and newer",
+            ),
+            Message(
+                "the kubelet starts a container again and again",
+                ("=CrashLoopBackOff: ", "with CrashLoopBackOff"),
+                any_of("CrashLoopBackOff"),
+                failed,
+                'E0311 10:11:13.113456 1201 pod_workers.go:1301] "Error syncing pod, skipping" '
+                'err="failed to \\"StartContainer\\" for \\"pytorch\\" with CrashLoopBackOff: '
+                '\\"back-off 5m0s restarting failed container=pytorch pod=job-worker-2\\""',
+                "Kubernetes 1.20 and newer",
+            ),
+            Message(
+                "`kubectl describe` shows how a container ended",
+                ("Exit Code:  ",),
+                _EXIT_CODE,
+                _container_exit,
+                "      Exit Code:    137",
                 "Kubernetes 1.20 and newer",
             ),
         ),

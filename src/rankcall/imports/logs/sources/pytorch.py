@@ -31,15 +31,18 @@ from rankcall.imports.logs.sources.message import (
     ranks_in,
     trouble,
 )
+from rankcall.ranks import MAX_RANKS
 from rankcall.whole_numbers import whole_number
 
 __all__ = ["ERROR", "SOURCES"]
 
+_COMMON = ("RuntimeError", "ValueError", "AssertionError", "KeyError", "TypeError", "OSError")
 _TRACEBACK, _REPORT, _STACK = 300, 40, 60  # lines of messages that have several
 _WORK = re.compile(
     r"Watchdog caught collective operation timeout: Work\w+\((.{0,2000}?)\) ran for (\d{1,15}) mill"
 )
 _FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut)=(\w{1,40})")
+_IN_GROUP = re.compile(r"\[Rank (\d{1,7})\] $")
 _GROUP = re.compile(
     r"\[PG (?:ID )?(\d{1,9})(?: PG GUID ([^\s()\]]{1,200}))? ?(?:\(([^()]{0,200})\))? ?"
     r"Rank (\d{1,7})\]"
@@ -59,6 +62,7 @@ _TERMINATED = re.compile(r"watchdog thread terminated with exception: (.{1,400})
 
 def _timeout(line: Line, match: re.Match[str]) -> Fact:
     fields = dict(_FIELD.findall(match[1]))
+    rank = _IN_GROUP.search(line.text, 0, match.start())
     sizes = [fields[name] for name in ("NumelIn", "NumelOut") if name in fields]
     return Timeout(
         line,
@@ -66,6 +70,7 @@ def _timeout(line: Line, match: re.Match[str]) -> Fact:
         op_name(fields.get("OpType", "")),
         tuple(whole_number(size) or 0 for size in sizes),
         int(match[2]) / 1e3,
+        int(rank[1]) if rank and int(rank[1]) < MAX_RANKS else -1,
     )
 
 
@@ -145,13 +150,13 @@ _PARAMETERS = re.compile(
 
 
 def _models(line: Line, match: re.Match[str]) -> Fact:
-    return ModelsDiffer(line, int(match[1]), int(match[3]), f"a parameter with {match[2]}")
+    rank, other = int(match[1]), int(match[3])
+    return ModelsDiffer(line, rank, other, f"a parameter with {match[2]}", writer=rank)
 
 
 def _parameters(line: Line, match: re.Match[str]) -> Fact:
-    return ModelsDiffer(
-        line, int(match[3]), int(match[1]), f"{match[4]} parameters, not {match[2]}"
-    )
+    writer, what = int(match[1]), f"{match[4]} parameters, not {match[2]}"
+    return ModelsDiffer(line, int(match[3]), writer, what, writer)
 
 
 _BARRIER_FAILED = re.compile(
@@ -426,6 +431,15 @@ SOURCES: tuple[Source, ...] = (
                 "[rank2]: Traceback (most recent call last):",
                 "Python; torch 2.3 and newer put the rank before each line",
                 _TRACEBACK,
+            ),
+            Message(
+                "an exception whose traceback was cut off",
+                tuple(f"]: {kind}: " for kind in _COMMON),
+                None,
+                None,
+                "[rank1]: RuntimeError: Expected to have finished reduction in the prior iteration "
+                "before starting a new one.",
+                "torch 2.3 and newer put the rank before it",
             ),
         ),
     ),
