@@ -17,7 +17,7 @@ endef
 $(INSTALLED): pyproject.toml constraints.txt
 	$(make-venv)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	    -c constraints.txt -e '.[torch,report,serve,mcp,rpc,examples,dev,nvtx,prometheus,otel,stacks,lightning,accelerate,remote]'
+	    -c constraints.txt -e '.[torch,report,serve,mcp,rpc,examples,dev,nvtx,prometheus,otel,stacks,lightning,accelerate,remote,plot]'
 	@touch $@
 
 # The tests of the HTML report, the live page and the Perfetto trace run in Chromium, or are skipped.

@@ -75,6 +75,8 @@ OPTIONAL = (
     "starlette",
     "uvicorn",
     "fsspec",
+    "matplotlib",
+    "pandas",
 )
 
 

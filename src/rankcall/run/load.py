@@ -10,11 +10,12 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.budget import Budget
-from rankcall.errors import CorruptRunError, RunNotFoundError
+from rankcall.errors import CorruptRunError, ExtraMissingError, RunNotFoundError
 from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import format_ranks, with_noun
@@ -28,9 +29,11 @@ from rankcall.run.paths import create_run, find_run, is_tail, read_about, ring_n
 from rankcall.run.unpack import unpack
 
 if TYPE_CHECKING:
+    import pandas
     import polars as pl
 
     from rankcall.imports import EvidenceSource
+    from rankcall.report.plots import Plots
 
 Progress = Callable[[int, int], None]
 _SHOWN_PROBLEMS = 4  # in a notebook
@@ -325,6 +328,30 @@ class Run:
         frames = [self.frame(ring) for ring in self.rings]
         return pl.concat(frames, how="vertical") if frames else pl.DataFrame()
 
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return ``records`` as a table of pandas. This needs pandas, but not pyarrow.
+
+        Whole numbers that may be missing are of pandas' type ``Int64``: a float could not hold ns.
+
+        Raises:
+            ExtraMissingError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ExtraMissingError(
+                "to_pandas needs pandas: pip install pandas (run.records is a table of Polars)"
+            ) from error
+        return pandas.DataFrame({s.name: _for_pandas(s) for s in self.records.get_columns()})
+
+    @cached_property
+    def plot(self) -> Plots:
+        """Pictures for a notebook: ``timeline()``, ``waiting()`` and ``late()``."""
+        # They rest on the analysis, which rests on this module. So they are found by name, here
+        # alone: users of `load` should not have to know where pictures are made.
+        plots: Plots = import_module("rankcall.report.plots").Plots(self)
+        return plots
+
     def frame(self, ring: Ring) -> pl.DataFrame:
         """Return the rows of ``records`` that come from one ring."""
         import polars as pl
@@ -332,6 +359,17 @@ class Run:
         labels = {group: known.label for group, known in self.run_groups.items()}
         columns = decode_ring(ring, labels)
         return pl.DataFrame({name: column.series() for name, column in columns.items()})
+
+
+def _for_pandas(column: pl.Series) -> Any:
+    """Return a column as pandas takes it, without a copy by pyarrow."""
+    import pandas
+
+    if column.dtype.is_integer() and column.null_count():
+        return pandas.arrays.IntegerArray(
+            column.fill_null(0).to_numpy(), column.is_null().to_numpy()
+        )
+    return column.to_list() if column.null_count() else column.to_numpy()
 
 
 def label_groups(groups: Iterable[Group], hosts: dict[int, str]) -> dict[Group, RunGroup]:
