@@ -8,7 +8,8 @@ The table ends every job. If the program tells which steps it has saved, four fa
 which none is further than all before end the job, and a job has a last step. If it does not, only
 its own count of steps is known, which begins at 0 in each attempt and proves no progress of the
 job: then the job is restarted at most ``max_recoveries`` times, however long that takes. A test
-tries both for all orders of failures (``tests/unit/test_recovery_model.py``).
+tries both for all orders of failures (``tests/unit/test_recovery_model.py``). On several nodes, one
+without the rank that tells applies the window, and the node that knows ends the job.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ POLICY: tuple[Row, ...] = (
     Row(
         "too_many",
         "the job was restarted --max-recoveries times: within --recovery-window if it tells of its "
-        "checkpoints, otherwise since it began",
+        "checkpoints or has several nodes, otherwise since it began",
         "stop",
         lambda case: case.recent >= case.limits.max_recoveries,
         stops=True,
