@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ WAITS = f"{TORCH}/distributed/distributed_c10d.py"
 
 
 @pytest.fixture
-def capture(tmp_path: Path) -> Iterator[NativeCapture]:
+def capture(tmp_path: Path) -> NativeCapture:
     """Return a capture that records nothing."""
     if not recorder_module().CALL_SITES:
         pytest.skip("the frames of this Python are not known")
