@@ -202,8 +202,9 @@ def _beside(folder: Path) -> Target:
     head = load(run).heads[2].header
     note_exit(run, Exit(2, 0, head.host, head.pid, -9, head.last_sign_epoch_ns))
     append_join(run, JoinSummary("replay", "active", "train.py:7", [RankSummary(0, 5, 1, 2, 0.5)]))
-    for event in (AttemptStart(0, 7), AttemptEnd(0, Signature("dead"), "machine", (2,))):
-        note(file_of(run, head.host, 9), event)
+    recoveries = file_of(run, head.host, 9)
+    note(recoveries, AttemptStart(0, 7))
+    note(recoveries, AttemptEnd(0, Signature("dead"), "machine", (2,)))
     tail = TailFile(run_folder(run, STDERR), 2, 0, head.host)
     tail.write(b"Traceback (most recent call last):\nValueError: no such file\n")
     tail.close()
