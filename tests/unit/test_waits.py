@@ -153,6 +153,11 @@ testing/injection.py: sleep: math.isinf(fault.seconds)
     a planned fault: the test asked for a hang
 testing/injection.py: wait: work.wait
     the faulty op would have waited for it, too
+recovery/rendezvous.py: store: self._store().add | self._store().set | store.check | store.get
+    in torchrun's agent between two attempts, on torch's store of the rendezvous, whose requests
+    torch gives 60 s (read_timeout); torch makes its own there a moment later
+recovery/rendezvous.py: shutdown: self._handler.shutdown
+    torch's own call when its agent ends, passed on; torch gives it 30 s (close_timeout)
 trace/sinks/otel.py: shutdown: provider.shutdown
     on the trace thread: callers wait for it with a deadline
 trace/sinks/prometheus_endpoint.py: shutdown: server.shutdown
