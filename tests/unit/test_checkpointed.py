@@ -31,7 +31,8 @@ def test_the_newest_step_counts(capture: str, tmp_path: Path) -> None:
         rankcall.checkpointed(1007)
         put(recording.ring, "step", 12)
         assert (header_of(recording).saved, header_of(recording).saved_at) == (1008, 7)
-        attempt = Attempt({0: header_of(recording).pid}, 1)
+        header = header_of(recording)
+        attempt = Attempt({header.rank: header.pid}, 1)  # without a process group, the rank is -1
         cause = cause_of(tmp_path, attempt)
         assert (cause.steps, cause.saved, cause.since_saved) == (12, 1007, 5)
 
