@@ -335,7 +335,9 @@ def test_absent_is_not_zero(tmp_path: Path) -> None:
         line for line in words(render(details)).splitlines() if line.startswith("train.py:9")
     )
     assert row.endswith("- -")
-    assert "2 ops never finished on any rank" in words(render(details))
+    page = words(render(details))
+    assert "2 ops never finished on any rank" in page
+    assert "to the last end of a call" in page
     maps = levels(np.array([[np.nan, 0.0, 2.0]]), 2.0)
     assert maps.tolist() == [[ABSENT, 0, 254]]
     assert picture(maps).startswith("data:image/png;base64,iVBORw0KGgo")

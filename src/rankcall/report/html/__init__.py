@@ -223,7 +223,11 @@ def _stats(summary: Summary) -> list[tuple[str, str, str]]:
     """Return the figures beside the verdict, each as value, name and details."""
     steps = max((row.steps for row in summary.ranks), default=0)
     lasts = sorted(step.ms for step in summary.steps)
-    figures = [(time(summary.duration_ms), "run", plural(steps, "step") if steps else "")]
+    about = [plural(steps, "step")] if steps else []
+    if any(row.unfinished for row in summary.collectives):
+        # Else it would contradict the verdict, which says for how much longer ranks waited.
+        about.append("to the last end of a call")
+    figures = [(time(summary.duration_ms), "run", ", ".join(about))]
     if lasts:
         figures.append(
             (time(lasts[len(lasts) // 2]), "a step", f"median; longest {time(lasts[-1])}")
