@@ -204,6 +204,7 @@ def test_restarts_are_attempts_of_one_run(tmp_path: Path) -> None:
     assert "0-1" in none.err
 
 
+@SLOW
 def test_a_second_init_continues_the_run(tmp_path: Path) -> None:
     """The groups of a second init_process_group are in the same rings."""
     prepare(tmp_path, LAUNCHERS["python"])
@@ -249,6 +250,7 @@ def test_jobs_of_one_second_do_not_mix(tmp_path: Path) -> None:
         assert sorted(head.header.rank for head in load(place).heads) == [0, 1]
 
 
+@SLOW
 def test_a_job_inside_a_rank_is_a_run_of_its_own(tmp_path: Path) -> None:
     """What a recorded rank starts does not write into that rank's run."""
     prepare(tmp_path, LAUNCHERS["python"])
@@ -272,6 +274,7 @@ def test_a_job_inside_a_rank_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert [len(ring.records) for ring in load(tmp_path / "mine-inner").rings] == [3]
 
 
+@SLOW
 def test_a_rank_that_is_not_recorded(tmp_path: Path) -> None:
     """If rank 0 is not, the others choose the run without it, and the job is not held up."""
     prepare(tmp_path, LAUNCHERS["python"])

@@ -269,6 +269,7 @@ for _ in range(10 if dist.get_rank() == 0 else 0):
 """
 
 
+@pytest.mark.slow
 def test_a_hundred_children_of_a_rank(tmp_path: Path) -> None:
     """A process that creates no group loads nothing of rankcall, and is no rank."""
     ended = recorded(tmp_path, "", CHILDREN)

@@ -151,6 +151,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_has_no_reason(tmp_path: Path) -> None:
     """What explains nothing is not named; another program may take the CPU for real."""
     run(tmp_path, SLEEPS)
@@ -160,6 +161,7 @@ def test_a_rank_that_sleeps_has_no_reason(tmp_path: Path) -> None:
     assert len(ring.samples) >= 2
 
 
+@pytest.mark.slow
 def test_without_proc_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the system does not show is not known, and the job runs as before."""
     hidden = "import rankcall.capture.sampler as s; s._read = lambda path, parse: {}\n"

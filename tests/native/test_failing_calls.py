@@ -78,7 +78,10 @@ def check(library: Path, folder: Path, phase: str, cases: int) -> set[str]:
 STATUSES = {f"[{report}, {diagnose}]" for report in range(3) for diagnose in range(3)}
 
 
-@pytest.mark.parametrize("phase", ["record", "report", "verdict"])
+@pytest.mark.parametrize(
+    "phase",
+    ["record", *(pytest.param(name, marks=pytest.mark.slow) for name in ("report", "verdict"))],
+)
 def test_some_calls_that_fail(library: Path, tmp_path: Path, phase: str) -> None:
     """A sample of calls fails, each with an error of its own; the job, or the command, ends well.
 

@@ -30,6 +30,8 @@ BLOCK = re.compile(
 )
 
 DEVICES = ("devices/README.md", "devices/docs/failure-handling.md")
+# Pages whose jobs take long, and of which other tests run the like.
+LONG = ("attach.md", "carry-on.md", "evidence.md", "frameworks.md", "report.md")
 JOB = re.compile(r"torchrun --nproc-per-node (?P<ranks>\d+)(?: --standalone)? (?P<script>\w+\.py)")
 
 
@@ -53,9 +55,7 @@ def cases() -> list[Any]:
         pytest.param(
             page,
             False,
-            marks=pytest.mark.slow
-            if has_jobs(page) or page.name in ("attach.md", "carry-on.md", "frameworks.md")
-            else (),
+            marks=pytest.mark.slow if has_jobs(page) or page.name in LONG else (),
             id=page.name,
         )
         for page in runnable()

@@ -99,7 +99,13 @@ UNFINISHED = {
 }
 
 
-@pytest.mark.parametrize("sent", UNFINISHED.values(), ids=UNFINISHED)
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(sent, id=name, marks=pytest.mark.slow if name == "no body" else ())
+        for name, sent in UNFINISHED.items()
+    ],
+)
 def test_unfinished_requests_cost_no_viewer_anything(run: Path, sent: str) -> None:
     """While a process holds 3,000 of them and renews each, every request with the token works.
 

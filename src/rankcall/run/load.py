@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rankcall.imports import EvidenceSource
-    from rankcall.report.plots import Plots
 
 Progress = Callable[[int, int], None]
 _SHOWN_PROBLEMS = 4  # in a notebook
@@ -345,12 +344,11 @@ class Run:
         return pandas.DataFrame({s.name: _for_pandas(s) for s in self.records.get_columns()})
 
     @cached_property
-    def plot(self) -> Plots:
-        """Pictures for a notebook: ``timeline()``, ``waiting()`` and ``late()``."""
+    def plot(self) -> Any:
+        """Pictures for a notebook: ``timeline()``, ``waiting()`` and ``late()`` of ``Plots``."""
         # They rest on the analysis, which rests on this module. So they are found by name, here
         # alone: users of `load` should not have to know where pictures are made.
-        plots: Plots = import_module("rankcall.report.plots").Plots(self)
-        return plots
+        return import_module("rankcall.report.plots").Plots(self)
 
     def frame(self, ring: Ring) -> pl.DataFrame:
         """Return the rows of ``records`` that come from one ring."""

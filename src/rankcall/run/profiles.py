@@ -133,15 +133,15 @@ def busiest_lines(profile: Any, header: Header, most: int = 3) -> list[tuple[flo
     Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``IndexError`` for another format.
     """
     thread = training_thread_of(header) or header.pid
-    mine = [one for one in profile["profiles"] if _thread_in(one["name"]) == thread]
-    if not mine:
+    of_thread = [part for part in profile["profiles"] if _thread_in(part["name"]) == thread]
+    if not of_thread:
         raise ValueError("the training thread is not in it")
     frames = [
         Frame(str(frame["file"] or ""), int(frame["line"] or 0), str(frame["name"]))
         for frame in profile["shared"]["frames"]
     ]
     seen: Counter[str] = Counter()
-    for stack in mine[0]["samples"]:
+    for stack in of_thread[0]["samples"]:
         inner_first = [frames[number] for number in reversed(stack)]
         if inner_first:
             users = (frame for frame in inner_first if frame.is_users)
@@ -151,8 +151,8 @@ def busiest_lines(profile: Any, header: Header, most: int = 3) -> list[tuple[flo
 
 
 def _thread_in(name: object) -> int:
-    found = _THREAD.search(str(name))
-    return int(found[1]) if found else 0
+    match = _THREAD.search(str(name))
+    return int(match[1]) if match else 0
 
 
 def _line(frame: Frame) -> str:

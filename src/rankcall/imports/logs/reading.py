@@ -231,8 +231,8 @@ class Search:
         series = self._polars.Series(rows, dtype=self._polars.Binary).cast(self._polars.String)
         places: list[int] = []
         for words in self._passes:
-            found = series.str.find_many(words, leftmost=True)
-            for start, offsets in zip(starts, found.to_list(), strict=True):
+            offsets_by_row = series.str.find_many(words, leftmost=True)
+            for start, offsets in zip(starts, offsets_by_row.to_list(), strict=True):
                 places += [start + offset for offset in offsets or ()]
         return sorted(places)
 

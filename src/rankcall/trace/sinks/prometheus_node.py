@@ -166,12 +166,12 @@ class PrometheusNode:
         )
         agent = own_file()
         if agent is not None:
-            told = read_file(agent)
-            restarts = [end for end in told.ends if end.decision == "restart"]
+            attempts = read_file(agent)
+            restarts = [end for end in attempts.ends if end.decision == "restart"]
             kinds = Counter(end.signature.kind for end in restarts)
             for kind, count in kinds.most_common(_MOST_KINDS):
                 recoveries.add_metric([*host, kind], count)
-            for phase, seconds in agent_phases(told).items():
+            for phase, seconds in agent_phases(attempts).items():
                 recovering.add_metric([*host, phase], seconds)
         in_flight = unfinished(calls) & ~end_unknown(calls)
         oldest = float(np.max(calls["age_s"][in_flight], initial=0.0))
