@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kept_rows import keep, kept
+
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 WORLDS = (64, 512, 4096, 16384)
 KINDS = ("missing", "dead", "stopped", "exhausted", "desync", "mismatch", "deadlock")
@@ -58,15 +60,13 @@ def main() -> int:
     sys.path[:0] = [str(TESTS / "multiproc"), str(TESTS / "nccl")]
     scenarios, run_options = _scenarios(options.backend)
     chosen = [scenario for scenario in scenarios if options.only in scenario.name]
-    rows = _kept(options.rows)
+    rows = kept(options.rows)
     begin_until = time.monotonic() + options.stop_after
     for row in _run(
         (scenario for scenario in chosen if scenario.name not in rows), run_options, begin_until
     ):
         rows[row["name"]] = row
-        if options.rows is not None:
-            with options.rows.open("a") as file:
-                print(json.dumps(row), file=file)
+        keep(options.rows, row)
     real = _real(score, [rows[scenario.name] for scenario in chosen if scenario.name in rows])
     real["of"] = len(chosen)
     worlds = _worlds(score, options.worlds)
@@ -118,18 +118,6 @@ def _scenarios(backend: str) -> tuple[list[Any], dict[str, Any]]:
     start_fork_server()
     chosen = [scenario for scenario in ON_DEVICES if scenario.name not in NOT_NATIVE]
     return chosen, {"capture": "native", "check_facts": False}
-
-
-def _kept(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the rows that an earlier run has kept, by the names of their scenarios."""
-    rows = {}
-    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # the run was stopped while it wrote
-            continue
-        rows[row["name"]] = row
-    return rows
 
 
 def _run(

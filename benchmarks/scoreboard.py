@@ -32,6 +32,7 @@ from typing import Any
 
 import scoreboard_evidence
 import scoreboard_page
+from kept_rows import keep, kept
 
 SUITE = Path(__file__).resolve().parents[1] / "tests/multiproc"
 
@@ -70,15 +71,13 @@ def _programs(options: argparse.Namespace) -> dict[str, Any]:
     from scoreboard_table import CASES  # type: ignore[import-not-found]
 
     load = os.getloadavg()[0]
-    done = _kept(options.rows)
+    done = kept(options.rows)
     for case in CASES:
         if options.only not in case.name or case.name in done:
             continue
         row = _row(case, options.timeout, run, torch_detail=not options.no_detail)
         done[case.name] = row
-        if options.rows is not None:
-            with options.rows.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep(options.rows, row)
     rows = [done[case.name] for case in CASES if case.name in done]
     classes = list(dict.fromkeys(row["class"] for row in rows))
     return {
@@ -90,18 +89,6 @@ def _programs(options: argparse.Namespace) -> dict[str, Any]:
         "wrong": [row["problem"] for row in rows if row["problem"]],
         "in_table": len(CASES),
     }
-
-
-def _kept(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the rows that an earlier run has kept, by their names."""
-    rows = {}
-    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # the run was stopped while it wrote
-            continue
-        rows[row["name"]] = row
-    return rows
 
 
 def _row(case: Any, timeout_s: float, run: Any, *, torch_detail: bool) -> dict[str, Any]:

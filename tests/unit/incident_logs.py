@@ -1,8 +1,9 @@
 """Logs of kinds of failures that public issues show, told again, and logs that have no failure.
 
-Hosts, paths, times and names are invented. The kinds that are right, and the ranks, were decided
-before the reader saw a log. No kinds: the log does not say which rank is at fault, so that the
-answer is ``undecided``.
+Hosts, paths, times and names are invented. The kinds that are right, and the ranks, are what a
+person reads in the log. Of most logs they were decided before the reader saw it; those of
+2026-11-26 were gone through again afterwards. No kinds: the log does not say which rank is at
+fault, so that the answer is ``undecided``.
 """
 
 from __future__ import annotations

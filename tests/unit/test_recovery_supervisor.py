@@ -13,7 +13,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.folders import run_folder
 from rankcall.recovery.history import decided
-from rankcall.recovery.policy import EXIT_STATUS, Limits
+from rankcall.recovery.policy import Limits
 from rankcall.recovery.supervisor import (
     JobStopped,
     Supervised,
@@ -56,7 +56,7 @@ def test_a_crash_loop_ends(tmp_path: Path) -> None:
     job.attempt(3)
     with pytest.raises(JobStopped) as stopped:
         job.attempt(3)
-    assert stopped.value.code == EXIT_STATUS == 65
+    assert stopped.value.code == 65
     assert stopped.value.codes == {(1, (1 << 22) + 2): 3}
     assert "before an optimizer step was seen" in job.said[-1]
     assert "restarting will not help" in job.said[-1]

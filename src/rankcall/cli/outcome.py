@@ -91,7 +91,11 @@ def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool =
         }
         signature = last.signature
         failure = JobFailure(
-            *(signature.kind, last.family, signature.op, signature.line, signature.role),
+            kind=signature.kind,
+            family=last.family,
+            op=signature.op,
+            line=signature.line,
+            role=signature.role,
             ranks=history.culprits,
             hosts=tuple(sorted(hosts)),
             step=last.step if last.step >= 0 else None,
@@ -101,7 +105,14 @@ def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool =
     outcome, helps, reason = _meaning(status, history, was_asked=was_asked)
     failures = 0 if history is None else len(history.case.earlier) + 1
     ended = JobOutcome(
-        *(status, outcome, helps, reason, failure, failures, host_name(), time.time_ns())
+        status=status,
+        outcome=outcome,
+        restart_helps=helps,
+        reason=reason,
+        failure=failure,
+        failures=failures,
+        host=host_name(),
+        ended_epoch_ns=time.time_ns(),
     )
     try:
         write_outcome(run_dir, ended, began_ns)

@@ -14,8 +14,8 @@ from rankcall.cli.common import say
 from rankcall.cli.environment import hooking
 from rankcall.cli.job_options import OPTIONS
 from rankcall.recovery.agent import install
-from rankcall.recovery.policy import EXIT_STATUS
 from rankcall.recovery.supervisor import JobStopped, NodeBarred
+from rankcall.run.outcome import REPEATS
 
 USAGE_ERROR = 2  # the exit status that argparse and click use
 TERMINATED = -15  # torchrun ends the remaining workers with SIGTERM, and some with SIGKILL
@@ -124,7 +124,7 @@ def torchrun(argv: Sequence[str]) -> Outcome:
         codes = {(rank, failure.pid): failure.exitcode for rank, failure in failed.failures.items()}
         return Outcome(1, codes, str(failed))
     except JobStopped as stopped:
-        return Outcome(EXIT_STATUS, stopped.codes)
+        return Outcome(REPEATS, stopped.codes)
     except NodeBarred as barred:
         return Outcome(int(barred.code or 1))
     except SignalException as ended:

@@ -55,7 +55,11 @@ def history_of(run: Run) -> History | None:
 
 def _failure(end: AttemptEnd) -> Failure:
     return Failure(
-        *(end.signature, end.family, end.step, end.progressed, end.noticed_ns / 1e9),
+        end.signature,
+        end.family,
+        end.step,
+        end.progressed,
+        end.noticed_ns / 1e9,
         by_window=end.lost >= 0,
     )
 

@@ -25,7 +25,6 @@ PROGRAM, MACHINE, UNCLEAR = "program", "machine", "unclear"
 UNKNOWN = "unknown"  # the kind of a failure that could not be looked at
 MAX_RECOVERIES = 10
 WINDOW_S = 3600.0
-EXIT_STATUS = 65  # EX_DATAERR of sysexits.h: the same input will fail again
 # A node that is short of memory or whose network is down for a moment is often well again after
 # seconds. A longer pause than a minute costs more than an attempt that fails at its start.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0

@@ -21,7 +21,6 @@ from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
 from rankcall.recovery.health import why_not_well
 from rankcall.recovery.leftovers import end_leftovers
 from rankcall.recovery.policy import (
-    EXIT_STATUS,
     MAX_RECOVERIES,
     PROGRAM,
     UNCLEAR,
@@ -36,6 +35,7 @@ from rankcall.recovery.policy import (
 from rankcall.recovery.rendezvous import Rendezvous, is_signal
 from rankcall.run.bars import BAR_S, Bar, bar_of, newest, note_bar, read_bars
 from rankcall.run.exits import Exit, note_exit, read_exits
+from rankcall.run.outcome import BARRED, REPEATS
 from rankcall.run.recoveries import (
     FILE_VARIABLE,
     GAVE_UP,
@@ -52,14 +52,13 @@ MAX_VARIABLE, WINDOW_VARIABLE = "RANKCALL_MAX_RECOVERIES", "RANKCALL_RECOVERY_WI
 BAR_AFTER_VARIABLE = "RANKCALL_BAR_AFTER"
 BAR_AFTER = 2  # once may be chance
 HEALTH_VARIABLE = "RANKCALL_HEALTH_CHECK"
-BARRED_STATUS = 69  # EX_UNAVAILABLE of sysexits.h
 
 
 class NodeBarred(SystemExit):
     """This node is barred, and leaves the job to the others."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(BARRED_STATUS)
+        super().__init__(BARRED)
         self.reason = reason
 
 
@@ -67,7 +66,7 @@ class JobStopped(SystemExit):
     """The policy stops the job. ``codes`` are the workers that failed, by (rank, pid)."""
 
     def __init__(self, reason: str, codes: Mapping[tuple[int, int], int]) -> None:
-        super().__init__(EXIT_STATUS)
+        super().__init__(REPEATS)
         self.reason, self.codes = reason, codes
 
 
@@ -88,7 +87,9 @@ def settings_from_environment() -> Supervised | None:
         return None
     limits = Limits(int(_number(MAX_VARIABLE, MAX_RECOVERIES)), _number(WINDOW_VARIABLE, WINDOW_S))
     return Supervised(
-        *(Path(run_dir).absolute(), limits, int(_number(BAR_AFTER_VARIABLE, BAR_AFTER))),
+        Path(run_dir).absolute(),
+        limits,
+        bar_after=int(_number(BAR_AFTER_VARIABLE, BAR_AFTER)),
         health_check=os.environ.get(HEALTH_VARIABLE, ""),
     )
 
@@ -324,7 +325,11 @@ class Supervisor:
             step = self._saved + lost
             progressed = step > max((earlier.step for earlier in self._earlier), default=0)
         failure = Failure(
-            *(cause.signature, cause.family, step, progressed, time.monotonic()),
+            cause.signature,
+            cause.family,
+            step,
+            progressed,
+            time.monotonic(),
             # A rank of another node may have told of its checkpoints. This node does not know it,
             # and must not end such a job after few recoveries in a long time.
             by_window=self._saved >= 0 or len(self._attempt.pids) < self._attempt.world_size,
@@ -338,7 +343,7 @@ class Supervisor:
                 (rank, self._attempt.pids.get(rank, 0)): code
                 for rank, code in self._attempt.codes.items()
             }
-            self._say(f"the job ends with status {EXIT_STATUS} ({what}): {decision.reason}")
+            self._say(f"the job ends with status {REPEATS} ({what}): {decision.reason}")
             raise JobStopped(decision.reason, codes)
         pause = f", in {decision.delay_s:g} s" if decision.delay_s else ""
         self._say(f"restarting the workers{pause} ({what}): {decision.reason}")

@@ -15,7 +15,9 @@ from rankcall.files import open_file, write_private
 OUTCOME = "outcome.json"
 SCHEMA = 1
 # The exit statuses that rankcall gives itself. All others are the launcher's, or the command's.
-DONE, REPEATS, BARRED = 0, 65, 69
+DONE = 0
+REPEATS = 65  # EX_DATAERR of sysexits.h: the same input will fail again
+BARRED = 69  # EX_UNAVAILABLE
 _MOST_BYTES = 1 << 20
 
 
