@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,23 @@ def run_of(ended: Ended) -> Path:
     """Return the run directory that the command, or each of several, named at its end."""
     (place,) = set(re.findall(r"recorded ranks? \S+ in (\S+); read it with", ended.err))
     return Path(place)
+
+
+def hang_of(run: Path) -> Path:
+    """Return where a run keeps its only hang.
+
+    A test's threshold is short. If the ranks take five times as long to their first call, as on a
+    busy machine, the watcher says that nothing goes on yet: true, and not what the test is about.
+    """
+    kept = {
+        place: [
+            finding["kind"]
+            for finding in json.loads((place / "verdict.json").read_text())["findings"]
+        ]
+        for place in (run / "hangs").iterdir()
+    }
+    (place,) = (place for place, kinds in kept.items() if kinds != ["no_progress"])
+    return place
 
 
 def line_of(script: str, text: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from attach_programs import ACCELERATE, CHILDREN, CRASHING, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
 from launch import RANKCALL, Ended, Launch, launch, run_program
-from launchers import Launcher, both, digests, run_of
+from launchers import Launcher, both, digests, hang_of, run_of
 from ports import free_port
 
 from rankcall.analysis.verdicts import diagnose
@@ -134,7 +134,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
     )
     assert ended.status != 0
     assert "missing: Rank 1 (" in ended.err, ended.err
-    (verdict,) = run_of(ended).glob("hangs/*/stacks/rank-00001.txt")
+    stack = hang_of(run_of(ended)) / "stacks/rank-00001.txt"
     script = {"spawn": "train.py", "torchrun": "train.py"}.get(name, command[-1])
     line = 1 + FILES[script].splitlines().index(
         next(
@@ -143,7 +143,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
             if "time.sleep(600)" in source_line
         )
     )
-    assert f'{script}", line {line}' in verdict.read_text()
+    assert f'{script}", line {line}' in stack.read_text()
     assert f"{script}:{line}" in ended.err
 
 

@@ -30,7 +30,7 @@ from framework_programs import (
     TRANSFORMERS,
 )
 from launch import RANKCALL, Ended, launch, run_program
-from launchers import digests, line_of, run_of
+from launchers import digests, hang_of, line_of, run_of
 from ports import free_port
 
 from rankcall.cli.environment import BOOT
@@ -213,13 +213,13 @@ def test_a_rank_that_hangs_is_named(place: Place, name: str) -> None:
     ended = place.start(job, "--hang-after=10", "--on-hang=abort", FAULT="hang")
     assert ended.status != 0
     run = run_of(ended)
-    (verdict_path,) = run.glob("hangs/*/verdict.json")
-    (finding,) = json.loads(verdict_path.read_text())["findings"]
+    hang = hang_of(run)
+    (finding,) = json.loads((hang / "verdict.json").read_text())["findings"]
     assert (finding["kind"], finding["ranks"], finding["victims"]) == ("missing", [1], [0])
     assert finding["confidence"] == "certain"
     line = line_of(job.script, "# the hang")  # with Ray Train, in a thread
     assert f"job.py:{line} in work" in finding["summary"]
-    assert f'job.py", line {line}' in (verdict_path.parent / "stacks/rank-00001.txt").read_text()
+    assert f'job.py", line {line}' in (hang / "stacks/rank-00001.txt").read_text()
     assert "missing: Rank 1 (" in ended.err + ended.out
     after = judged(run)
     assert [(cause["kind"], cause["ranks"]) for cause in after] == [("missing", [1])], after

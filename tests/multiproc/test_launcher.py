@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch import Ended, Launch, launch
+from launchers import hang_of
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.run.exits import LAUNCHER, read_exits
@@ -154,10 +155,10 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
     options = ["--run-dir=here", "--hang-after=1", "--on-hang=abort", "--nproc-per-node=2"]
     ended = run(tmp_path, *options, "job.py")
     assert ended.status == 1
-    assert ended.err.count("kept with all stacks in") == 1
     assert ended.err.count("missing: Rank 1 (") == 2  # while it hung, and by the launcher
     assert "the watcher ended the job" in ended.err
-    (place,) = (tmp_path / "here/hangs").iterdir()
+    place = hang_of(tmp_path / "here")
+    assert ended.err.count(f"kept with all stacks in here/hangs/{place.name}") == 1
     verdict = json.loads((place / "verdict.json").read_text())
     assert [(finding["kind"], finding["ranks"]) for finding in verdict["findings"]] == [
         ("missing", [1])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from framework_programs import KERNEL, NOTEBOOK
 from launch import Ended, launch, run_program
-from launchers import digests, line_of
+from launchers import digests, hang_of, line_of
 
 from rankcall.cli.environment import BOOT
 from rankcall.run.load import load
@@ -89,7 +89,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     run = run_in(tmp_path / "with")
     judged = launch("diagnose", run, cwd=tmp_path, timeout=120)
     assert judged.out.startswith("missing: Rank 1 ("), judged.out
-    (hang_folder,) = run.glob("hangs/*")
+    hang_folder = hang_of(run)
     assert (hang_folder / "verdict.txt").read_text().startswith("missing: Rank 1 (")
     (finding,) = json.loads((hang_folder / "verdict.json").read_text())["findings"]
     assert (finding["kind"], finding["ranks"], finding["victims"]) == ("missing", [1], [0])

@@ -1,4 +1,4 @@
-"""The ring file: one rank's records, which survive the process that wrote them.
+"""The layout of the ring file: one rank's records, which survive the process that wrote them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Why ranks are late: what they spent the time on, as far as that explains at least half of it."""
+"""Choose why a rank is late: the most specific cause that explains at least half of the time."""
 
 from __future__ import annotations
 
