@@ -39,7 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="rankcall-tests-", dir=base)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # Those that are meant for the tests.
-    test_options = ("RANKCALL_REGEN_GOLDEN", "RANKCALL_RPC_RANDOM_SECONDS", "RANKCALL_FUZZ_SECONDS")
+    test_options = (
+        *("RANKCALL_REGEN_GOLDEN", "RANKCALL_RPC_RANDOM_SECONDS"),
+        *("RANKCALL_FUZZ_SECONDS", "RANKCALL_KEEP_CORPORA"),
+    )
     for name in [name for name in os.environ if name.startswith("RANKCALL_")]:
         if name not in test_options:
             del os.environ[name]

@@ -6,6 +6,7 @@ the same target with a driver that changes the seeds at random.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,9 +14,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from byte_fuzz import read_corpus, write_corpus
 from rpcwire import PACKED, PART, SHARED, build, cut
 
 HERE = Path(__file__).parent
+CORPUS = HERE.parent / "corpora" / "rpc.zip"
 NATIVE = HERE.parents[1] / "src" / "rankcall" / "rpc" / "native"
 KNOWN, MORE = 1, 2  # flags of a frame
 
@@ -83,6 +86,8 @@ def fuzz(seconds: int, folder: Path, *options: str) -> str:
     """Fuzz for a while; return what the driver says of its work."""
     seeds = folder / "seeds"
     write_seeds(seeds)
+    for data in read_corpus(CORPUS):
+        (seeds / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
     program, has_coverage = build_target(folder)
     if has_coverage:
         limits = ["-timeout=60", "-rss_limit_mb=2048", "-malloc_limit_mb=64", "-max_len=4096"]
@@ -93,6 +98,8 @@ def fuzz(seconds: int, folder: Path, *options: str) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds + 300, check=False
     )
+    if has_coverage and os.environ.get("RANKCALL_KEEP_CORPORA"):
+        keep_corpus(program, folder)
     artifacts = [f"{path.name}: {path.read_bytes()!r}" for path in folder.glob("*-*[0-9a-f]")]
     assert done.returncode == 0, f"{done.stderr[-6000:]}\n{artifacts}"
     matches = re.findall(r"^Done (\d+) runs|cov: (\d+)", done.stderr, re.MULTILINE)
@@ -100,6 +107,14 @@ def fuzz(seconds: int, folder: Path, *options: str) -> str:
     coverage = [int(count) for _, count in matches if count]
     assert runs[-1] > 1000, done.stderr[-2000:]
     return f"{runs[-1]} inputs" + (f", {coverage[-1]} edges" if coverage else ", no coverage")
+
+
+def keep_corpus(program: Path, folder: Path) -> None:
+    """Keep the smallest inputs that reach all that the run has reached (libFuzzer's -merge)."""
+    (folder / "merged").mkdir()
+    command = [str(program), "-merge=1", "-max_len=4096", str(folder / "merged")]
+    subprocess.run([*command, str(folder / "seeds")], check=True, timeout=900, capture_output=True)
+    write_corpus(CORPUS, [path.read_bytes() for path in (folder / "merged").iterdir()])
 
 
 def test_the_decoder_in_short(tmp_path: Path) -> None:
@@ -110,7 +125,10 @@ def test_the_decoder_in_short(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000, func_only=True)
 def test_the_decoder_for_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same for ten minutes, or for RANKCALL_FUZZ_SECONDS, from another seed each time."""
+    """The same for ten minutes, or for RANKCALL_FUZZ_SECONDS, from another seed each time.
+
+    With clang and RANKCALL_KEEP_CORPORA=1, inputs that reach new edges are kept in tests/corpora.
+    """
     outcome = fuzz(int(os.environ.get("RANKCALL_FUZZ_SECONDS", "600")), tmp_path)
     with capsys.disabled():
         print(f"\n{outcome}")

@@ -7,10 +7,12 @@ over. The inputs depend on the seed alone, and, if it is guided, on what the rea
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import resource
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
@@ -93,19 +95,23 @@ def fuzz(
     seconds: float = 0.0,
     seed: int = 1,
     reached: Reached | None = None,
+    corpus: list[bytes] | None = None,
 ) -> int:
     """Read damaged inputs, so many or for so long; return how many.
 
     With ``reached``, an input that leads to lines that no other has reached is damaged further.
+    The inputs in ``corpus`` come first, as they are; such inputs are added to it.
 
     Raises ``AssertionError`` with the input if the reader raises anything that is not allowed, if
-    it takes long, or if the process has grown.
+    it takes long, or if the process has grown. The whole input is the
+    error's second argument.
     """
     chance, count, until = random.Random(seed), 0, time.monotonic() + seconds
-    before, kept = _most_rss(), list(seeds)
+    corpus = [] if corpus is None else corpus
+    before, kept, as_they_are = _most_rss(), [*seeds, *corpus], list(corpus)
     watching = reached.watching if reached is not None else contextlib.nullcontext
-    while count < times or time.monotonic() < until:
-        data = damaged(chance, kept)
+    while as_they_are or count < times or time.monotonic() < until:
+        data = as_they_are.pop() if as_they_are else damaged(chance, kept)
         began, known = time.process_time(), len(reached.lines) if reached is not None else 0
         try:
             with watching():
@@ -113,17 +119,51 @@ def fuzz(
         except allowed:
             pass
         except BaseException as error:
-            raise AssertionError(f"input {count} of seed {seed}: {data!r:.4000}") from error
-        took = time.process_time() - began
-        assert took < _MOST_S, f"input {count} of seed {seed} took {took:.0f} s: {data!r:.4000}"
-        grown = _most_rss() - before
-        assert grown < _MOST_RSS, f"input {count} of seed {seed} took {grown:,} bytes"
-        if reached is not None and len(reached.lines) > known:
-            if len(kept) == _MOST_KEPT:  # one of those that are not the seeds
+            raise AssertionError(f"input {count} of seed {seed}: {data!r:.4000}", data) from error
+        took, grown = time.process_time() - began, _most_rss() - before
+        if took >= _MOST_S or grown >= _MOST_RSS:
+            cost = f"{took:.0f} s and {grown:,} bytes"
+            raise AssertionError(f"input {count} of seed {seed} took {cost}: {data!r:.4000}", data)
+        if reached is not None and len(reached.lines) > known and data not in kept:
+            if len(kept) >= _MOST_KEPT:  # one of those that are not the seeds
                 kept.pop(chance.randrange(len(seeds), len(kept)))
             kept.append(data)
+            corpus.append(data)
         count += 1
     return count
+
+
+def minimised(
+    read: Callable[[bytes], object],
+    seeds: Sequence[bytes],
+    allowed: tuple[type[Exception], ...],
+    corpus: Sequence[bytes],
+) -> list[bytes]:
+    """Return inputs of the corpus, small ones first, that reach all lines that it reaches."""
+    reached, chosen = Reached(), []
+    for number, data in enumerate([*seeds, *sorted(corpus, key=len)]):
+        known = len(reached.lines)
+        with contextlib.suppress(*allowed), reached.watching():
+            read(data)
+        if number >= len(seeds) and len(reached.lines) > known:
+            chosen.append(data)
+    return chosen
+
+
+def read_corpus(path: Path) -> list[bytes]:
+    """Return the inputs that earlier runs kept, or nothing."""
+    if not path.exists():
+        return []
+    with zipfile.ZipFile(path) as archive:
+        return [archive.read(name) for name in archive.namelist()]
+
+
+def write_corpus(path: Path, corpus: Sequence[bytes]) -> None:
+    """Keep inputs for later runs: the same inputs give the same file."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for data in sorted(set(corpus), key=lambda data: (len(data), data)):
+            name = hashlib.sha256(data).hexdigest()[:16]
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED, 9)
 
 
 def _most_rss() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from byte_fuzz import Reached, fuzz
+from byte_fuzz import Reached, fuzz, minimised, read_corpus, write_corpus
 from dumps import Fault, simulate, write_dumps
 from ring_fuzz import _record_field, apply, sound_bytes
 
@@ -52,6 +52,7 @@ from rankcall.run.stderr_tails import STDERR, TailFile
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
+CORPORA = Path(__file__).parents[1] / "corpora"
 _WORLD = 4
 _TIMES = 60
 
@@ -302,14 +303,27 @@ def test_a_signalling_nan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_for_long(name: str, tmp_path: Path) -> None:
-    """The same for ten minutes, or for RANKCALL_FUZZ_SECONDS, from another seed each time."""
+    """The same for ten minutes, or for RANKCALL_FUZZ_SECONDS, from another seed each time.
+
+    It goes on from the inputs that earlier runs kept. With RANKCALL_KEEP_CORPORA=1 it adds those
+    that reached new lines, and leaves out those that have become superfluous.
+    """
     target, reached = TARGETS[name](tmp_path), Reached()
     seconds = float(os.environ.get("RANKCALL_FUZZ_SECONDS", "600"))
-    seed = time.time_ns()
-    about = {"seconds": seconds, "seed": seed, "reached": reached}
-    count = fuzz(target.read, target.seeds, target.allowed, **about)
-    print(f"{name}: {count:,} inputs of seed {seed} reached {len(reached.lines):,} lines")
+    seed, place = time.time_ns(), CORPORA / f"{name}.zip"
+    corpus = read_corpus(place)
+    about = {"seconds": seconds, "seed": seed, "reached": reached, "corpus": corpus}
+    try:
+        count = fuzz(target.read, target.seeds, target.allowed, **about)
+    except AssertionError as error:
+        (tmp_path / "failing-input").write_bytes(error.args[1])
+        raise
+    if os.environ.get("RANKCALL_KEEP_CORPORA"):
+        corpus = minimised(target.read, target.seeds, target.allowed, corpus)
+        write_corpus(place, corpus)
+    lines = f"{len(reached.lines):,} lines, {len(corpus)} inputs in the corpus"
+    print(f"{name}: {count:,} inputs of seed {seed} reached {lines}")
     assert count

@@ -95,10 +95,15 @@ class Disagreement:
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The ranks of all sides but the largest; empty if two sides are the largest."""
+        """The ranks of all sides but the largest; empty if two sides are the largest.
+
+        Of two equal sides, the one that left a loop first is named: its inputs ended, so that it
+        went on to the calls that the others did not expect.
+        """
         if len(self.sides) < 2:
             return ()
-        if len(self.sides[-1].ranks) == len(self.sides[-2].ranks):
+        has_left_first = self.loop is not None and len(self.sides) == 2
+        if len(self.sides[-1].ranks) == len(self.sides[-2].ranks) and not has_left_first:
             return ()
         return tuple(sorted(rank for side in self.sides[:-1] for rank in side.ranks))
 
@@ -255,6 +260,8 @@ def _at_first(
         if turns and side is not None:
             loop = Loop(side.ranks, side.row, turns)
             break
+    if loop is not None:  # of two equal sides, the one that left the loop comes first
+        sides.sort(key=lambda side: (len(side.ranks), side.ranks == loop.ranks, side.ranks))
     shift = None if loop is not None else _shift_between(mine, theirs, last)
     if shift is not None and (shift.since != seq or shift.shown_by < _ENOUGH):
         shift = None
