@@ -1,4 +1,4 @@
-"""The log, the lease and the value of one of many keep their promises in every order."""
+"""The log and the value of one of many keep their promises in every order."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import pytest
 from stores import kind, ranks, stores_of
 
 from rankcall.c10d.client import perform
-from rankcall.c10d.parts import HostNames, Lease, Log, publish_once
+from rankcall.c10d.parts import Log, publish_once
 from rankcall.c10d.requests import Steps
 from rankcall.testing.simulated_store import (
     LostAnswer,
     Mark,
-    Now,
     Process,
     Simulation,
-    Sleep,
-    Violation,
     World,
 )
 
@@ -109,89 +106,6 @@ def test_a_value_of_one_of_many() -> None:
     assert Simulation(processes, on_mark=check, lost_answers=1, deaths=1).explore().ends
 
 
-# --- a lease ---
-
-LASTS = 2
-
-
-def _holder(name: str, offset: int, turns: int, release: bool = True) -> Process:
-    """Take the lease, hold it for some turns, and renew it in each."""
-
-    def start() -> Steps[None]:
-        lease = Lease("lease", name, LASTS, nonce=name)
-        for _ in range(turns):
-            held = yield from again(lease.try_take, 3)
-            yield Mark("until", lease._until - offset if held else -1)
-            yield Sleep(1)
-        if release:
-            yield Mark("until", -1)
-            yield from again(lease.release, 3)
-
-    return Process(name, start, clock_offset=offset)
-
-
-def _one_holder(world: World) -> None:
-    believers = []
-    for state in world.states:
-        ends = [mark.value for mark in state.marks if mark.name == "until"]
-        if ends and world.time < ends[-1] and state.outcome is None:
-            believers.append(state.tree.name)
-    assert len(believers) <= 1, f"{believers} hold the lease at once"
-
-
-@pytest.mark.parametrize(
-    "faults", [{"ticks": 4}, {"ticks": 3, "lost_answers": 1}, {"ticks": 4, "deaths": 1}]
-)
-def test_a_lease_has_one_holder(faults: dict[str, int]) -> None:
-    """However slow a process is, and whatever its clock says, no two hold the lease at once."""
-    processes = [_holder("a", 0, 2), _holder("b", 100, 2)]
-    assert Simulation(processes, always=_one_holder, **faults).explore(300_000).ends
-
-
-@pytest.mark.parametrize("schedules", [300, pytest.param(20_000, marks=pytest.mark.slow)])
-@pytest.mark.timeout(600)
-def test_a_lease_of_three(schedules: int) -> None:
-    """Three processes that take, renew and release it: random schedules with all faults."""
-    processes = [_holder("a", 0, 5), _holder("b", 100, 5, release=False), _holder("c", -7, 5)]
-    faults = {"ticks": 12, "lost_answers": 2, "deaths": 1}
-    Simulation(processes, always=_one_holder, **faults).search(schedules)
-
-
-def test_a_lease_that_does_not_wait_long_enough_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that takes the lease over too soon is seen beside the holder."""
-
-    def start() -> Steps[None]:
-        lease = Lease("lease", "b", LASTS, nonce="b")
-        lease._lasts_s = 1
-        for _ in range(3):
-            held = yield from lease.try_take()
-            yield Mark("until", lease._until if held else -1)
-            yield Sleep(1)
-
-    processes = [_holder("a", 0, 3), Process("b", start)]
-    with pytest.raises(Violation, match="hold the lease at once"):
-        Simulation(processes, always=_one_holder, ticks=6).explore()
-
-
-def test_a_dead_holder_loses_the_lease() -> None:
-    """Another process gets it, no later than it lasts and one look."""
-
-    def dead() -> Steps[None]:
-        yield from Lease("lease", "dead", LASTS, nonce="dead").try_take()
-
-    def heir() -> Steps[None]:
-        yield Sleep(1)
-        began = yield Now()
-        lease = Lease("lease", "heir", LASTS, nonce="heir")
-        while not (yield from lease.try_take()):
-            assert (yield Now()) <= began + 100
-            yield Sleep(1)
-        yield Mark("taken", (yield Now()) - began)
-
-    processes = [Process("dead", dead), Process("heir", heir, clock_offset=7)]
-    assert Simulation(processes, ticks=5).explore().ends
-
-
 # --- on real stores ---
 
 
@@ -205,12 +119,6 @@ def test_parts_on_real_stores(kind: str, tmp_path: Path) -> None:
         for number in range(4):
             perform(store, 20, log.append(b"%d %d\xff" % (rank, number)))
         value = perform(store, 20, publish_once("value", b"from %d" % rank))
-        lease = Lease("lease", f"rank {rank}", 0.5)
-        assert perform(store, 20, lease.take(20))
-        assert perform(store, 20, lease.is_held())
-        perform(store, 20, lease.release())
-        hosts = HostNames("here")
-        perform(store, 20, hosts.publish(rank, f"host{rank}"))
         return value, log
 
     results = ranks(use, 3)
@@ -221,9 +129,6 @@ def test_parts_on_real_stores(kind: str, tmp_path: Path) -> None:
     assert sorted(entries[0]) == sorted(
         b"%d %d\xff" % (rank, number) for rank in range(3) for number in range(4)
     )
-    assert perform(clients[1], 20, HostNames("here").look_up(range(4))) == {
-        rank: f"host{rank}" for rank in range(3)
-    }
     perform(clients[2], 20, logs[0].remove())
     assert perform(clients[1], 20, Log("here").read()) == []
 

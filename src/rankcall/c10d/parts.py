@@ -12,22 +12,15 @@ removed. A process that dies at any point leaves nothing behind on which another
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 
 from rankcall.c10d.requests import (
     Check,
     CompareSet,
     Delete,
-    Now,
     Read,
-    ReadMany,
-    Set,
-    Sleep,
     Steps,
     Until,
 )
-
-_LEASE_POLLS = 20  # looks at another holder's lease, while it lasts
 
 
 def publish_once(key: str, value: bytes) -> Steps[bytes]:
@@ -97,90 +90,3 @@ class Log:
 
     def _key(self, index: int) -> str:
         return f"{self._prefix}/log/{index}"
-
-
-class Lease:
-    """A right that one process at a time holds, and loses if it does not renew it in time.
-
-    A holder believes in its lease for ``lasts_s`` seconds from the moment at which it asked for it.
-    Another process takes the lease over when it has seen the same entry for ``lasts_s`` of its own
-    seconds. It cannot have seen the entry before the holder asked, so no two processes hold the
-    lease at once, as long as their clocks run at the same speed. A holder that is slow has to check
-    ``is_held`` before it acts.
-    """
-
-    def __init__(self, key: str, holder: str, lasts_s: float = 5.0, nonce: str = "") -> None:
-        self._key = key
-        self._holder = holder
-        self._lasts_s = lasts_s
-        self._nonce = nonce or os.urandom(8).hex()
-        self._entry = b""  # in the store, as far as this process knows
-        self._turn = 0
-        self._until = float("-inf")
-        self._seen: tuple[bytes, float] | None = None  # another's entry, and since when
-
-    def _next_entry(self) -> bytes:
-        self._turn += 1
-        return f"{self._nonce}.{self._turn} {self._holder}".encode()
-
-    def try_take(self) -> Steps[bool]:
-        """Take the lease if it is free or has expired, or renew it; return whether it is held."""
-        now: float = yield Now()
-        expected = self._entry
-        if not expected and self._seen is not None and now - self._seen[1] >= self._lasts_s:
-            expected = self._seen[0]
-        entry = self._next_entry()
-        held: bytes | None = yield CompareSet(self._key, expected, entry)
-        if held is None:  # it was removed
-            self._entry, self._seen = b"", None
-            held = yield CompareSet(self._key, b"", entry)
-        if held == entry:
-            self._entry, self._until, self._seen = entry, now + self._lasts_s, None
-            return True
-        if held is not None and held.startswith(self._nonce.encode() + b"."):
-            # The answer to an earlier request was lost: the lease has been this process's since.
-            self._entry = held
-            return (yield from self.try_take())
-        self._entry = b""
-        if held and (self._seen is None or self._seen[0] != held):
-            self._seen = held, (yield Now())
-        return False
-
-    def take(self, timeout_s: float) -> Steps[bool]:
-        """Wait for the lease; return whether it is held."""
-        until = (yield Now()) + timeout_s
-        while not (yield from self.try_take()):
-            if (yield Now()) >= until:
-                return False
-            yield Sleep(self._lasts_s / _LEASE_POLLS)
-        return True
-
-    def is_held(self) -> Steps[bool]:
-        """Return whether this process holds the lease for sure at this moment."""
-        return bool((yield Now()) < self._until)
-
-    def release(self) -> Steps[None]:
-        """Give the lease up, if this process has it."""
-        entry, self._entry, self._until = self._entry, b"", float("-inf")
-        if entry:
-            yield CompareSet(self._key, entry, b"")
-
-
-class HostNames:
-    """The names of the ranks' hosts, below a prefix."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-
-    def publish(self, rank: int, name: str) -> Steps[None]:
-        """Publish the host of a rank."""
-        yield Set(f"{self._prefix}/host/{rank}", name.encode())
-
-    def look_up(self, ranks: Sequence[int]) -> Steps[Mapping[int, str]]:
-        """Return the hosts of those ranks that have told theirs."""
-        names = yield ReadMany([f"{self._prefix}/host/{rank}" for rank in ranks])
-        return {
-            rank: name.decode("utf-8", "replace")
-            for rank, name in zip(ranks, names, strict=True)
-            if name is not None
-        }
