@@ -15,6 +15,7 @@ class ProblemKind(str, Enum):
     """The kinds of problems. A reader may leave out a kind that it reports in another way."""
 
     MISSING_RANKS = "missing_ranks"  # ranks of the job left no evidence that can be read
+    UNFINISHED = "unfinished"  # a ring has no header: its process makes it, or was killed then
     UNREADABLE = "unreadable"  # a file, or a part of it, is damaged or cannot be read
     UNTRUSTED = "untrusted"  # another user could have written a file, so it is ignored
     LEFT_OUT = "left_out"  # evidence is of another job, or one of several for one rank

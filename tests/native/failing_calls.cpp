@@ -8,9 +8,13 @@
 #include <cstdarg>
 #include <cstring>
 #include <dlfcn.h>
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -186,6 +190,61 @@ int fchmod(int fd, mode_t mode) noexcept {
     }
 MAP(mmap, off_t)
 MAP(mmap64, off64_t)
+
+// What Python's stat(), exists(), is_file(), iterdir() and copy() ask for.
+#define STAT_PATH(name, type)                                      \
+    int name(const char* path, struct type* about) noexcept {      \
+        REAL(name);                                                \
+        return fails(is_ours(path), #name) ? -1 : next(path, about); \
+    }
+STAT_PATH(stat, stat)
+STAT_PATH(stat64, stat64)
+STAT_PATH(lstat, stat)
+STAT_PATH(lstat64, stat64)
+STAT_PATH(statvfs, statvfs)
+STAT_PATH(statvfs64, statvfs64)
+
+#define STAT_FD(name, type)                                        \
+    int name(int fd, struct type* about) noexcept {                \
+        REAL(name);                                                \
+        return fails(is_ours(fd), #name) ? -1 : next(fd, about);   \
+    }
+STAT_FD(fstat, stat)
+STAT_FD(fstat64, stat64)
+
+#define STAT_AT(name, type)                                        \
+    int name(int fd, const char* path, struct type* about, int flags) noexcept { \
+        REAL(name);                                                \
+        const bool ours = is_ours(path) || is_ours(fd);            \
+        return fails(ours, #name) ? -1 : next(fd, path, about, flags); \
+    }
+STAT_AT(fstatat, stat)
+STAT_AT(fstatat64, stat64)
+
+DIR* opendir(const char* path) {
+    REAL(opendir);
+    return fails(is_ours(path), "opendir") ? nullptr : next(path);
+}
+DIR* fdopendir(int fd) {
+    REAL(fdopendir);
+    return fails(is_ours(fd), "fdopendir") ? nullptr : next(fd);
+}
+int flock(int fd, int how) noexcept {
+    REAL(flock);
+    return fails(is_ours(fd), "flock") ? -1 : next(fd, how);
+}
+int utimensat(int folder, const char* path, const struct timespec* times, int flags) noexcept {
+    REAL(utimensat);
+    return fails(is_ours(path), "utimensat") ? -1 : next(folder, path, times, flags);
+}
+
+#define SEND(name, offset_type)                                    \
+    ssize_t name(int to, int from, offset_type* at, size_t size) noexcept { \
+        REAL(name);                                                \
+        return fails(is_ours(to) || is_ours(from), #name) ? -1 : next(to, from, at, size); \
+    }
+SEND(sendfile, off_t)
+SEND(sendfile64, off64_t)
 
 int close(int fd) {
     REAL(close);

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,27 +23,35 @@ LIBRARY, FOLDER, PHASE, CASES = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int
 RUN, LIVE, KEPT = FOLDER / "run", FOLDER / "live", FOLDER / "kept"
 os.environ["RANKCALL_SHM"] = str(LIVE)
 os.environ["RANKCALL_RUN_DIR"] = str(RUN)
+TEMPORARY = FOLDER / "tmp"
+TEMPORARY.mkdir(exist_ok=True)
+os.environ["TMPDIR"] = str(TEMPORARY)
 ERRORS = (errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EACCES, errno.ENOMEM)
 
 failing = ctypes.CDLL(LIBRARY)
 failing.failed_call.restype = ctypes.c_char_p
 
-import _rankcall_hook  # noqa: E402
+with_torch = PHASE in ("record", "without", "killed")
+if with_torch:  # the others need none of it, and a fork without it is far cheaper
+    import _rankcall_hook
 
-if PHASE != "without":
-    os.environ["RANKCALL"] = "1"
-    _rankcall_hook.install()
+    if PHASE != "without":
+        os.environ["RANKCALL"] = "1"
+        _rankcall_hook.install()
+    import torch
+    import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+    import rankcall.watch
 
 import rankcall.cli.diagnose  # noqa: E402
-import rankcall.cli.report  # noqa: E402
-import rankcall.watch  # noqa: E402, F401
+import rankcall.cli.report  # noqa: E402, F401
 from rankcall.analysis.verdicts.finding import Finding  # noqa: E402
 from rankcall.analysis.verdicts.verdict import Origin, Verdict  # noqa: E402
 from rankcall.cli import main  # noqa: E402
 from rankcall.job.keep import keep_verdict  # noqa: E402
+
+if PHASE == "serve":
+    import serving_in_process
 
 
 def job() -> None:
@@ -82,12 +91,28 @@ def verdict() -> None:
     print("kept", flush=True)
 
 
+def serve() -> None:
+    """Ask the page for all that it has, three times; the last time, no call fails any more."""
+    serving_in_process.ask_for_all(RUN, at_last=stop_failing)
+
+
+def stop_failing() -> None:
+    """Note what failed, and let all calls succeed from here on."""
+    global made
+    made = failing.failed_call().decode(), failing.calls_made()
+    failing.fail_at(b"/nowhere", 0, 0)
+
+
+made: tuple[str, int] | None = None  # what failed, and how many calls there were, if it is noted
+
 PHASES: dict[str, Callable[[], None]] = {
     "without": job,
     "record": job,
     "report": report,
     "verdict": verdict,
+    "serve": serve,
 }
+PREPARED = ("report", "serve")  # they begin with what a killed job left
 
 
 def in_child(phase: Callable[[], None], number: int, error: int) -> tuple[int, str, str, str, int]:
@@ -100,11 +125,11 @@ def in_child(phase: Callable[[], None], number: int, error: int) -> tuple[int, s
         import atexit
 
         def note() -> None:
-            failed = failing.failed_call().decode()
-            files[2].write_text(json.dumps([failed, failing.calls_made()]))
+            now = failing.failed_call().decode(), failing.calls_made()
+            files[2].write_text(json.dumps(made or now))
 
         atexit.register(note)  # runs last
-        failing.fail_at(f"{RUN}\n{LIVE}".encode(), number, error)
+        failing.fail_at(f"{RUN}\n{LIVE}\n{TEMPORARY}".encode(), number, error)
         phase()
         sys.exit(0)
     status = os.waitpid(pid, 0)[1]
@@ -128,8 +153,9 @@ def fresh() -> None:
 def run() -> None:
     """Run all cases."""
     fresh()
-    if PHASE == "report":
-        in_child(killed_job, 0, 0)
+    if PHASE in PREPARED:
+        command = [sys.executable, __file__, LIBRARY, FOLDER, "killed", "0"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         KEPT.mkdir()
         for folder in (RUN, LIVE):
             if folder.exists():
@@ -156,4 +182,7 @@ def tell(number: int, error: int) -> tuple[int, str, str, str, int]:
     return done
 
 
-run()
+if PHASE == "killed":
+    killed_job()
+else:
+    run()

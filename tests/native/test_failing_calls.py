@@ -15,6 +15,7 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.multiproc
+PHASES = ("record", "report", "verdict", "serve")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ STATUSES = {f"[{report}, {diagnose}]" for report in range(3) for diagnose in ran
 
 @pytest.mark.parametrize(
     "phase",
-    ["record", *(pytest.param(name, marks=pytest.mark.slow) for name in ("report", "verdict"))],
+    ["record", *(pytest.param(name, marks=pytest.mark.slow) for name in PHASES[1:])],
 )
 def test_some_calls_that_fail(library: Path, tmp_path: Path, phase: str) -> None:
     """A sample of calls fails, each with an error of its own; the job, or the command, ends well.
@@ -92,7 +93,7 @@ def test_some_calls_that_fail(library: Path, tmp_path: Path, phase: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("phase", ["record", "report", "verdict"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_each_call_that_fails(library: Path, tmp_path: Path, phase: str) -> None:
     """The same for every call, with ENOSPC, EMFILE, EIO, EACCES and ENOMEM."""
     assert len(check(library, tmp_path, phase, 0)) >= 3

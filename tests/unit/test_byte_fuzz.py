@@ -174,7 +174,7 @@ def _answer(steps: Steps[object], value: bytes) -> None:
 
 
 def _dump(folder: Path) -> Target:
-    job = simulate(8, 30, [Fault("missing", 1, 20)])
+    job = simulate(3, 6, [Fault("missing", 1, 4)])  # small: more inputs in the same time
     kinds = [write_dumps(folder / kind, job, as_json=kind == "json") for kind in ("json", "pickle")]
     seeds = [next(iter(kind.iterdir())).read_bytes() for kind in kinds]
     place = write_dumps(folder / "damaged", job)
@@ -314,7 +314,7 @@ def test_any_bytes_for_long(name: str, tmp_path: Path) -> None:
     target, reached = TARGETS[name](tmp_path), Reached()
     seconds = float(os.environ.get("RANKCALL_FUZZ_SECONDS", "600"))
     seed, place = time.time_ns(), CORPORA / f"{name}.zip"
-    corpus = read_corpus(place)
+    corpus, began = read_corpus(place), time.process_time()
     about = {"seconds": seconds, "seed": seed, "reached": reached, "corpus": corpus}
     try:
         count = fuzz(target.read, target.seeds, target.allowed, **about)
@@ -325,5 +325,6 @@ def test_any_bytes_for_long(name: str, tmp_path: Path) -> None:
         corpus = minimised(target.read, target.seeds, target.allowed, corpus)
         write_corpus(place, corpus)
     lines = f"{len(reached.lines):,} lines, {len(corpus)} inputs in the corpus"
-    print(f"{name}: {count:,} inputs of seed {seed} reached {lines}")
+    took = f"{time.process_time() - began:.0f} s of CPU time"
+    print(f"{name}: {count:,} inputs of seed {seed} reached {lines}, {took}")
     assert count

@@ -25,6 +25,7 @@ from rankcall.cli.exits import ExitWatch
 from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.run.exits import Exit, note_exit
 from rankcall.run.load import load
+from rankcall.run.paths import ring_name
 
 GONE = dict.fromkeys(range(4), "gone")
 
@@ -70,6 +71,20 @@ def test_no_rank_came_to_its_first_record(tmp_path: Path) -> None:
     diagnosis = without_ring(tmp_path, ends, SECOND)
     assert causes(diagnosis) == [("dead", (2,))]
     assert "exited with code 1" in diagnosis.findings[0].summary
+
+
+@pytest.mark.parametrize("size", [0, 4096, 1 << 20])
+def test_ranks_that_were_killed_while_they_made_their_rings(tmp_path: Path, size: int) -> None:
+    """Their launcher ends them when rank 2 fails; a ring without a header says nothing else."""
+    ends = {0: (-15, True), 1: (-15, True), 2: (1, False), 3: (-15, True)}
+    without_ring(tmp_path, ends, SECOND)
+    for rank in (0, 3):
+        (tmp_path / "run" / "rings" / ring_name(rank, 0, "node-a", 1000 + rank)).write_bytes(
+            bytes(size)
+        )
+    diagnosis = diagnose(load(tmp_path / "run", exits_only=True))
+    assert causes(diagnosis) == [("dead", (2,))]
+    assert "it has no header" in " ".join(diagnosis_text(diagnosis).split())
 
 
 def test_exits_of_an_earlier_job_do_not_count(tmp_path: Path) -> None:

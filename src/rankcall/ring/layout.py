@@ -338,8 +338,20 @@ def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
     return row.tobytes()
 
 
+class HeaderMissingError(CorruptRunError):
+    """Raised for a ring whose header is not written yet, and may never be.
+
+    A process makes the file, reserves and touches its pages, and writes the header last.
+    """
+
+
 def parse_header(raw: bytes, name: str) -> Header:
     """Check and decode a header. ``name`` is the file's name in ``CorruptRunError``."""
+    if not raw.strip(b"\0"):
+        raise HeaderMissingError(
+            f"{name}: not a rankcall ring file: it has no header. Its process is about to write "
+            "it, or was killed before it did"
+        )
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
         raise CorruptRunError(f"{name}: not a rankcall ring file")
     header = dict(zip(_NAMES_BY_OFFSET, _FAST_HEADER.unpack_from(raw), strict=True))

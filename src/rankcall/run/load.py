@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError, ExtraMissingError, RunNotFoundError
 from rankcall.printable import clean
-from rankcall.problems import Problem, ProblemKind
+from rankcall.problems import Problem, ProblemKind, without
 from rankcall.ranks import format_ranks, with_noun
 from rankcall.ring.decode import decode_ring
+from rankcall.ring.layout import HeaderMissingError
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import Group
 from rankcall.run.archive import is_archive
@@ -503,7 +504,9 @@ def _rings_from(
 def _run_of(
     heads: list[Head], where: Path, source: Path, problems: list[Problem], exits_only: bool
 ) -> Run:
-    if not heads and not (exits_only and not problems and where.is_dir() and read_exits(where)):
+    # A ring without a header says no more than no ring.
+    damaged = without(problems, ProblemKind.UNFINISHED)
+    if not heads and not (exits_only and not damaged and where.is_dir() and read_exits(where)):
         if problems:
             raise CorruptRunError(problems[0].text)
         raise CorruptRunError(
@@ -544,6 +547,8 @@ def _read_heads(
     for done, path in enumerate(paths, 1):
         try:
             head = read(path)
+        except HeaderMissingError as error:
+            problems.append(Problem(ProblemKind.UNFINISHED, str(error)))
         except CorruptRunError as error:
             problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
         else:

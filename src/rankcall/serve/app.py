@@ -74,6 +74,25 @@ class _EventStream(StreamingResponse):
                 await super().stream_response(send_in_time)
 
 
+class _File(FileResponse):
+    """A file that may be unreadable when it is sent: that is an answer, not a traceback."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        has_begun = False
+
+        async def note_and_send(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, note_and_send)
+        except (OSError, RuntimeError) as error:
+            # Of a response that has begun, the server closes the connection: it is incomplete.
+            if not has_begun:
+                await PlainTextResponse(f"{error}\n", 503, dict(_HEADERS))(scope, receive, send)
+
+
 class Page:
     """Answers the requests for one run. ``closing`` is set when the server ends."""
 
@@ -106,7 +125,7 @@ class Page:
             if response is None:
                 try:
                     response = await handler(request)
-                except RankcallError as error:
+                except (RankcallError, OSError) as error:  # such as too many open files
                     response = PlainTextResponse(f"{error}\n", 503)
             response.headers.update(_HEADERS)
             response.headers.setdefault("Content-Security-Policy", policy())
@@ -232,17 +251,17 @@ class Page:
             path = await self.downloads.make(kind, run)
             if kind.shown:
                 # The report has a policy of its own, and may load nothing either.
-                response = FileResponse(path, media_type=kind.media_type)
+                response = _File(path, media_type=kind.media_type)
                 response.headers["Content-Security-Policy"] = (
                     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
                     "script-src 'unsafe-inline'; frame-ancestors 'none'"
                 )
                 return response
             if kind.media_type == "application/json":
-                return FileResponse(path, media_type=kind.media_type)
+                return _File(path, media_type=kind.media_type)
             stem = run.resolve().name.partition(".tar")[0]
             plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in stem)
-            return FileResponse(path, media_type=kind.media_type, filename=f"{plain}.{kind.name}")
+            return _File(path, media_type=kind.media_type, filename=f"{plain}.{kind.name}")
 
         return send
 

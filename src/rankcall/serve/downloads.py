@@ -40,7 +40,7 @@ class Downloads:
     """Makes files of one run in a temporary folder, which ``close`` removes."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="rankcall-serve-"))
+        self._folder: Path | None = None  # made when it is needed: the page needs no disk
         self._turn = asyncio.Lock()
         self._made: dict[tuple[str, Path], tuple[float, Path]] = {}
 
@@ -60,6 +60,14 @@ class Downloads:
             self._turn.release()
 
     def _run(self, kind: Download, run: Path) -> Path:
+        try:
+            return self._run_command(kind, run)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RankcallError(f"{kind.name} cannot be made: {error}") from error
+
+    def _run_command(self, kind: Download, run: Path) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="rankcall-serve-"))
         target = Path(tempfile.mkdtemp(dir=self._folder)) / kind.name
         filled = {"RUN": str(run), "FILE": str(target)}
         command = run_command(*(filled.get(a, a) for a in kind.arguments))
@@ -67,17 +75,14 @@ class Downloads:
             out = None
             if "FILE" not in kind.arguments:
                 out = stack.enter_context(target.open("wb"))
-            try:
-                done = subprocess.run(
-                    ["nice", "-n", "10", *command] if shutil.which("nice") else command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out or subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    timeout=LIMIT_S,
-                    check=False,
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise RankcallError(f"{kind.name} cannot be made: {error}") from error
+            done = subprocess.run(
+                ["nice", "-n", "10", *command] if shutil.which("nice") else command,
+                stdin=subprocess.DEVNULL,
+                stdout=out or subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=LIMIT_S,
+                check=False,
+            )
         if done.returncode > _LEFT_OUT or not target.exists():
             lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
             why = clean(lines[-1]) if lines else f"exit status {done.returncode}"
@@ -90,4 +95,5 @@ class Downloads:
 
     def close(self) -> None:
         """Remove all files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
