@@ -47,14 +47,14 @@ async def _ask_for_all(run: Path, at_last: Callable[[], None]) -> None:
         for turn in range(TURNS):
             if turn == TURNS - 1:
                 at_last()
-            answers = [await _ask(app, page, access, *request) for request in REQUESTS]
+            answers = [await ask(app, page, access, *request) for request in REQUESTS]
         for status, text in answers:
             print(status, text, flush=True)
     finally:
         page.downloads.close()
 
 
-async def _ask(app: Any, page: Page, access: Access, method: str, path: str) -> tuple[int, str]:
+async def ask(app: Any, page: Page, access: Access, method: str, path: str) -> tuple[int, str]:
     """Send one request; return the status, and what of the body is the same each time."""
     sent: list[dict[str, Any]] = []
     host = "127.0.0.1:1"
