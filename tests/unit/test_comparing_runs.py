@@ -13,7 +13,7 @@ from rankcall.analysis.comparing_runs import (
     PARTS,
     Difference,
     Figure,
-    Measured,
+    PartMedians,
     _chance,
     change_in,
     differences,
@@ -30,7 +30,7 @@ TRANSFER = Figure("in", "all_reduce", "train.py:9")
 
 def made(
     seed: int, factors: dict[Figure, float] | None = None, since: int = 0, parts: int = PARTS
-) -> Measured:
+) -> PartMedians:
     """Return a run whose figures are noisy, and neighbouring parts alike.
 
     ``factors``: what is so many times slower, from the part ``since`` on.
@@ -45,7 +45,7 @@ def made(
         values[0] *= 5  # the first part has the set-up
         values[since:] *= (factors or {}).get(figure, 1.0)
         figures[figure] = values
-    return Measured(figures, [100 * number for number in range(parts)])
+    return PartMedians(figures, [100 * number for number in range(parts)])
 
 
 def named(found: Sequence[Difference]) -> list[Figure]:
@@ -94,7 +94,7 @@ def test_small_differences_are_left_out() -> None:
     exact = {STEP: np.full(PARTS, 0.1) + np.linspace(0, 1e-6, PARTS)}
     more = {STEP: exact[STEP] * 1.04}
     steps = list(range(PARTS))
-    assert differences(Measured(exact, steps), Measured(more, steps)) == []
+    assert differences(PartMedians(exact, steps), PartMedians(more, steps)) == []
 
 
 def test_the_probability_is_that_of_all_arrangements() -> None:

@@ -52,16 +52,16 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class PartMedians:
     """The medians of each part of a run, in s; NaN: too few calls. ``steps``: at each begin."""
 
     parts: Mapping[Figure, Floats]
     steps: Sequence[int]
 
-    def between(self, first: int, last: int) -> Measured:
+    def between(self, first: int, last: int) -> PartMedians:
         """Return some of the parts."""
         cut = {figure: values[first:last] for figure, values in self.parts.items()}
-        return Measured(cut, self.steps[first:last])
+        return PartMedians(cut, self.steps[first:last])
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Change:
     differences: Sequence[Difference]  # that of the steps first
 
 
-def measured(run: Run, progress: Progress | None = None) -> Measured:
+def measured(run: Run, progress: Progress | None = None) -> PartMedians:
     """Read the figures of a run; one ring is in memory at a time."""
     parts: dict[Figure, Floats] = {}
     transfers: dict[Figure, Floats] = {}
@@ -107,10 +107,10 @@ def measured(run: Run, progress: Progress | None = None) -> Measured:
     parts.update(transfers)
     if step_times:
         parts[Figure("step")] = _median_over_ranks(np.array(step_times))
-    return Measured(parts, steps.tolist())
+    return PartMedians(parts, steps.tolist())
 
 
-def differences(before: Measured, after: Measured) -> list[Difference]:
+def differences(before: PartMedians, after: PartMedians) -> list[Difference]:
     """Return the figures that differ, in the order: steps, ranks' own times, transfers."""
     tested = []
     for figure in before.parts.keys() & after.parts.keys():
@@ -135,7 +135,7 @@ def differences(before: Measured, after: Measured) -> list[Difference]:
     )
 
 
-def change_in(run: Measured) -> Change | None:
+def change_in(run: PartMedians) -> Change | None:
     """Return the moment at which a run's steps change most, if that is no noise; else None."""
     times = run.parts.get(Figure("step"))
     if times is None:

@@ -142,7 +142,7 @@ def _ms(times: npt.NDArray[np.float64], percent: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class LateArrivals:
     """The cost of one rank's late arrivals to the others."""
 
     rank: int
@@ -174,7 +174,7 @@ class Summary:
     hosts: list[HostClock]
     collectives: list[Row]
     sources: TimeSources  # of the times behind all figures
-    stragglers: list[Straggler]
+    stragglers: list[LateArrivals]
     late: Stragglers | None  # those of them that make the others wait, by the one rule
     late_because: tuple[Fact, ...]  # what these spend the time on; empty if that is not known
     gaps: list[Gap]  # where those that caused much of the waiting spend their time
@@ -287,12 +287,12 @@ def _when(run: Run, run_tables: RunTables) -> tuple[int | None, float]:
 
 def _stragglers(
     totals: WaitTotals, hosts: dict[int, str], is_waiting_known: bool
-) -> list[Straggler]:
+) -> list[LateArrivals]:
     """List the ranks by the waiting that they caused, or by how often they issued last."""
     total = float(totals.caused.sum())
     lasts, issues = totals.lasts, totals.issue_lasts
     stragglers = [
-        Straggler(
+        LateArrivals(
             rank,
             hosts.get(rank, ""),
             float(totals.caused[rank]) / 1e6 if is_waiting_known else None,

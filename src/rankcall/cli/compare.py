@@ -12,7 +12,7 @@ import typer
 from rankcall.analysis.comparing_runs import (
     Change,
     Difference,
-    Measured,
+    PartMedians,
     change_in,
     differences,
     measured,
@@ -66,7 +66,7 @@ def _show_change(change: Change | None, *, as_json: bool) -> None:
         _print(change.differences)
 
 
-def _show_differences(before: Measured, after: Measured, *, as_json: bool) -> None:
+def _show_differences(before: PartMedians, after: PartMedians, *, as_json: bool) -> None:
     differing = differences(before, after)
     common = len(before.parts.keys() & after.parts.keys())
     if as_json:

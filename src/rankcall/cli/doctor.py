@@ -58,7 +58,7 @@ _LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One line of the result: its subject, its state, and advice."""
 
     topic: str
@@ -74,42 +74,42 @@ def command() -> None:
     """
     states = set()
     for look in (_python, _torch, _recorder, _memory, _stacks, _started, _store, _devices, _trial):
-        for finding in _looked(look):
-            states.add(finding.state)
-            typer.echo(f"{finding.state:5} {finding.topic:14} {finding.text}")
+        for check in _looked(look):
+            states.add(check.state)
+            typer.echo(f"{check.state:5} {check.topic:14} {check.text}")
     if BAD in states:
         typer.echo("recording will not work here: see the lines that begin with FAIL")
         raise typer.Exit(1)
     typer.echo("recording works here: rankcall exec -- COMMAND, with any command that starts ranks")
 
 
-def _looked(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield what a check finds. A check that fails itself is one more finding."""
+def _looked(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """Yield the checks of one look. If the look itself fails, that is one more."""
     try:
         yield from look()
     except Exception as error:
         topic = look.__name__.strip("_")
-        yield Finding(topic, BAD, f"{type(error).__name__}: {' '.join(str(error).split())}")
+        yield Check(topic, BAD, f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[Check]:
     version = sys.version.split()[0]
-    yield Finding("python", OK, f"{version} in {sys.prefix}")
+    yield Check("python", OK, f"{version} in {sys.prefix}")
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> Iterator[Check]:
     try:
         check_torch()
     except RankcallError as error:
-        yield Finding("torch", BAD, str(error))
+        yield Check("torch", BAD, str(error))
         return
     import torch
 
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    yield Finding("torch", OK, f"{torch.__version__}, built {built}")
+    yield Check("torch", OK, f"{torch.__version__}, built {built}")
 
 
-def _recorder() -> Iterator[Finding]:
+def _recorder() -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
         return
     from rankcall.capture.native import RECORDER
@@ -118,26 +118,26 @@ def _recorder() -> Iterator[Finding]:
         was_built = RECORDER.path().exists()
         chosen = RECORDER.choose()
     except CaptureUnavailableError as error:
-        yield Finding("recorder", WEAK, f"recording in Python, which is slower: {error}")
+        yield Check("recorder", WEAK, f"recording in Python, which is slower: {error}")
         return
     if chosen.is_of_wheel:
-        yield Finding("recorder", OK, f"native, of the wheel, {chosen.why}: {chosen.path}")
+        yield Check("recorder", OK, f"native, of the wheel, {chosen.why}: {chosen.path}")
         return
     how = "compiled before" if was_built else "has just been compiled"
-    yield Finding("recorder", OK, f"native, {how} because {chosen.why}: {chosen.path}")
+    yield Check("recorder", OK, f"native, {how} because {chosen.why}: {chosen.path}")
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[Check]:
     base = live_base()
     topic = "shared memory"
     if not base.is_dir() or not os.access(base, os.W_OK):
         text = f"{base} cannot be written: rings are kept in the run directory"
-        yield Finding(topic, WEAK, text)
+        yield Check(topic, WEAK, text)
         return
     try:
         check_mappable(base)
     except OSError as error:
-        yield Finding(topic, WEAK, f"{reason(error)}: records stay in memory until the end")
+        yield Check(topic, WEAK, f"{reason(error)}: records stay in memory until the end")
         return
     space = shutil.disk_usage(base)
     sizes, (ranks, why) = ring_sizes(Geometry(sample_capacity=DEFAULT_SAMPLES)), _ranks_here()
@@ -146,12 +146,12 @@ def _memory() -> Iterator[Finding]:
     text += f"{ranks} {'rank' if ranks == 1 else 'ranks'} ({why}) take "
     text += f"{sizes[0].file_bytes * ranks / 1e6:,.1f} MB"
     if not fitting:
-        yield Finding(topic, WEAK, f"{text}: some go to the run directory; {MORE_ROOM}")
+        yield Check(topic, WEAK, f"{text}: some go to the run directory; {MORE_ROOM}")
     elif fitting[0] != sizes[0]:
         text += f": each ring will hold {fitting[0].capacity:,} records, not {sizes[0].capacity:,}"
-        yield Finding(topic, WEAK, f"{text}; {MORE_ROOM}")
+        yield Check(topic, WEAK, f"{text}; {MORE_ROOM}")
     else:
-        yield Finding(topic, OK, text)
+        yield Check(topic, OK, text)
 
 
 def _ranks_here() -> tuple[int, str]:
@@ -167,7 +167,7 @@ def _ranks_here() -> tuple[int, str]:
     return _RANKS, "if a job has so many here"
 
 
-def _stacks() -> Iterator[Finding]:
+def _stacks() -> Iterator[Check]:
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     allowed = os.geteuid() == 0 or not scope.exists() or scope.read_text().strip() == "0"
@@ -175,61 +175,61 @@ def _stacks() -> Iterator[Finding]:
         text = (
             "the ranks write their own; for those of stopped ranks: pip install 'rankcall[stacks]'"
         )
-        yield Finding("stacks", WEAK, text)
+        yield Check("stacks", WEAK, text)
     elif not allowed:
         text = "py-spy may not trace other processes (ptrace_scope): the ranks write their own"
-        yield Finding("stacks", WEAK, text)
+        yield Check("stacks", WEAK, text)
     else:
-        yield Finding("stacks", OK, "py-spy is installed, and may trace the ranks")
+        yield Check("stacks", OK, "py-spy is installed, and may trace the ranks")
 
 
-def _started() -> Iterator[Finding]:
+def _started() -> Iterator[Check]:
     names = [name for variable, name in _LAUNCHERS.items() if os.environ.get(variable)]
     text = f"this shell is below {' and '.join(names)}" if names else "none: this is a plain shell"
-    yield Finding("launcher", OK, text)
+    yield Check("launcher", OK, text)
     line = Path(sysconfig.get_path("purelib")) / "rankcall.pth"
     switch = os.environ.get("RANKCALL")
     if switch == "0":
-        yield Finding("RANKCALL", BAD, "is 0 here, which switches recording off everywhere")
+        yield Check("RANKCALL", BAD, "is 0 here, which switches recording off everywhere")
     elif line.exists():
         how = "is set: every job is recorded" if switch else "is not set; RANKCALL=1 records a job"
-        yield Finding("RANKCALL", OK, how)
+        yield Check("RANKCALL", OK, how)
     else:
         text = f"has no effect: {line} is missing; rankcall run and rankcall exec work without it"
-        yield Finding("RANKCALL", WEAK, text)
+        yield Check("RANKCALL", WEAK, text)
 
 
-def _store() -> Iterator[Finding]:
+def _store() -> Iterator[Check]:
     host, named = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not named:
-        yield Finding("store", OK, "MASTER_ADDR and MASTER_PORT are not set; a launcher sets them")
+        yield Check("store", OK, "MASTER_ADDR and MASTER_PORT are not set; a launcher sets them")
         return
     port = whole_number(named, most=65535)
     if port is None:
-        yield Finding("store", BAD, f"MASTER_PORT is {named[:40]!r}, which is no port")
+        yield Check("store", BAD, f"MASTER_PORT is {named[:40]!r}, which is no port")
         return
     try:
         socket.create_connection((host, port), _STORE_S).close()
-        yield Finding("store", OK, f"{host}:{port} answers")
+        yield Check("store", OK, f"{host}:{port} answers")
     except OSError as error:
         text = f"{host}:{port} does not answer ({error}); it does once the job's rank 0 runs"
-        yield Finding("store", WEAK, text)
+        yield Check("store", WEAK, text)
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
         return
     import torch
 
     if not torch.cuda.is_available():
-        yield Finding("GPU", OK, "none; Gloo and MPI are recorded with their times")
+        yield Check("GPU", OK, "none; Gloo and MPI are recorded with their times")
         return
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
     text = f"{count} x {name}: each call and its completion are recorded; times on the device "
-    yield Finding("GPU", OK, text + "are experimental (RANKCALL_DEVICE_TIMES=1)")
+    yield Check("GPU", OK, text + "are experimental (RANKCALL_DEVICE_TIMES=1)")
 
 
-def _trial() -> Iterator[Finding]:
+def _trial() -> Iterator[Check]:
     """Record a job of one rank as a launcher would start it, and read the records."""
     with tempfile.TemporaryDirectory(prefix="rankcall-doctor-") as scratch:
         folder = Path(scratch)
@@ -248,25 +248,25 @@ def _trial() -> Iterator[Finding]:
             yield _judged(done, folder / "run")
         except subprocess.TimeoutExpired:
             text = f"a job of one rank did not end in {_TRIAL_S:g} s"
-            yield Finding("trial", BAD, text)
+            yield Check("trial", BAD, text)
 
 
 # These belong to the job that doctor itself runs in.
 _JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANKCALL_WORKER")
 
 
-def _judged(done: subprocess.CompletedProcess[str], run_dir: Path) -> Finding:
+def _judged(done: subprocess.CompletedProcess[str], run_dir: Path) -> Check:
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     if done.returncode:
-        return Finding("trial", BAD, f"a job of one rank failed: {last}")
+        return Check("trial", BAD, f"a job of one rank failed: {last}")
     try:
         run = load(run_dir)
         (ring,) = run.rings
         (op,) = run.frame(ring)["op"]
         site = next(iter(ring.tables.sites.values()), None)
     except (CorruptRunError, RankcallError, OSError, ValueError) as error:
-        return Finding("trial", BAD, f"a job of one rank left no records ({error}): {last}")
+        return Check("trial", BAD, f"a job of one rank left no records ({error}): {last}")
     if site is None or site.line != 5:
         text = f"{op} was recorded, but not the line that issued it: Python "
-        return Finding("trial", WEAK, f"{text}{sys.version.split()[0]} is not known")
-    return Finding("trial", OK, f"{op} of a job of one rank was recorded, with its line")
+        return Check("trial", WEAK, f"{text}{sys.version.split()[0]} is not known")
+    return Check("trial", OK, f"{op} of a job of one rank was recorded, with its line")

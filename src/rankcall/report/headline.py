@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankcall.analysis.stragglers import Stragglers
-from rankcall.analysis.summary import Straggler, Summary
+from rankcall.analysis.summary import LateArrivals, Summary
 from rankcall.analysis.verdicts.reasons import advice_for
 from rankcall.analysis.verdicts.sentences import reasons
 from rankcall.analysis.verdicts.wording import begin_sentence
@@ -69,7 +69,7 @@ def headline(summary: Summary) -> Headline:
     )
 
 
-def _who(straggler: Straggler) -> str:
+def _who(straggler: LateArrivals) -> str:
     return (
         f"rank {straggler.rank} ({clean(straggler.host)})"
         if straggler.host
@@ -120,7 +120,7 @@ def _blame(summary: Summary, late: Stragglers) -> Headline:
     return Headline(text, detail, True, late.ranks)
 
 
-def _last(straggler: Straggler) -> str:
+def _last(straggler: LateArrivals) -> str:
     if not straggler.came_last:
         return ""
     share = percent(straggler.came_last / straggler.collectives)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rankcall.analysis.recoveries import PHASES, Carried
 from rankcall.analysis.run_tables import SiteRow, StepShare
-from rankcall.analysis.summary import Straggler, Summary, size_name
+from rankcall.analysis.summary import LateArrivals, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.printable import clean
 from rankcall.ranks import format_ranks, with_noun
@@ -225,7 +225,7 @@ def _stragglers(summary: Summary, named: Sequence[int], room: int) -> Renderable
     return Group(body, Text("In no call (median):", "dim"), Text("\n".join(lines)))
 
 
-def _straggler(straggler: Straggler, wide: bool) -> list[str]:
+def _straggler(straggler: LateArrivals, wide: bool) -> list[str]:
     last = percent(straggler.came_last / straggler.collectives) if straggler.collectives else "-"
     cells = [
         str(straggler.rank),
