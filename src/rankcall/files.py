@@ -61,11 +61,23 @@ def open_regular(path: Path) -> BinaryIO:
 
     A named pipe would hold its reader up until somebody writes.
     """
+    return open(descriptor_of_regular(path)[0], "rb")
+
+
+def descriptor_of_regular(path: Path) -> tuple[int, os.stat_result]:
+    """Open a file as ``open_regular`` does; return its descriptor and status.
+
+    Of a thousand rings, Python's file objects would take a tenth of the time.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    except OSError:
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(fd, "rb")
+        raise
+    return fd, status
 
 
 def read_at_most(file: BinaryIO, most: int) -> bytes:

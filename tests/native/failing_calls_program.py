@@ -92,7 +92,7 @@ def verdict() -> None:
 
 
 def serve() -> None:
-    """Ask the page for all that it has, three times; the last time, no call fails any more."""
+    """Ask the page for all that it has, twice; the second time, no call fails any more."""
     serving_in_process.ask_for_all(RUN, at_last=stop_failing)
 
 

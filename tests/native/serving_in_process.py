@@ -21,7 +21,7 @@ REQUESTS = (
     *(("GET", "/"), ("GET", "/api/diagnosis"), ("GET", "/api/figures"), ("GET", "/api/stacks")),
     *(("POST", "/api/stacks"), ("POST", "/stacks"), ("GET", "/report")),
 )
-TURNS = 3
+TURNS = 2
 
 
 class _Connection:
@@ -30,9 +30,9 @@ class _Connection:
 
 
 def ask_for_all(run: Path, at_last: Callable[[], None]) -> None:
-    """Ask for everything in several turns, and print the answers of the last one.
+    """Ask for everything twice, and print the answers of the second time.
 
-    ``at_last`` is called before the last turn.
+    ``at_last`` is called in between.
     """
     # What the commands do under failing calls is another phase's subject.
     made: Any = lambda *arguments: ["sh", "-c", 'echo made > "$0"', arguments[-1]]  # noqa: E731

@@ -347,12 +347,12 @@ class HeaderMissingError(CorruptRunError):
 
 def parse_header(raw: bytes, name: str) -> Header:
     """Check and decode a header. ``name`` is the file's name in ``CorruptRunError``."""
-    if not raw.strip(b"\0"):
-        raise HeaderMissingError(
-            f"{name}: not a rankcall ring file: it has no header. Its process is about to write "
-            "it, or was killed before it did"
-        )
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
+        if not raw.strip(b"\0"):
+            raise HeaderMissingError(
+                f"{name}: not a rankcall ring file: it has no header. Its process is about to "
+                "write it, or was killed before it did"
+            )
         raise CorruptRunError(f"{name}: not a rankcall ring file")
     header = dict(zip(_NAMES_BY_OFFSET, _FAST_HEADER.unpack_from(raw), strict=True))
     if header["schema"] != SCHEMA:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError
-from rankcall.files import open_regular
+from rankcall.files import descriptor_of_regular
 from rankcall.record import (
     CODED,
     COMMIT_CLOSING,
@@ -90,10 +90,12 @@ def read_ring(
     """
     path, budget = path if isinstance(path, Path) else Path(path), budget or Budget()
     try:
-        with open_regular(path) as file:
-            fd, status = file.fileno(), os.fstat(file.fileno())
+        fd, status = descriptor_of_regular(path)
+        try:
             with budget.reading(path, status):
                 return _read(path, fd, status, newest, before, budget)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -102,10 +104,12 @@ def read_head(path: str | os.PathLike[str], budget: Budget | None = None) -> Hea
     """Read a ring's header and side tables. Arguments and errors are those of ``read_ring``."""
     path, budget = path if isinstance(path, Path) else Path(path), budget or Budget()
     try:
-        with open_regular(path) as file:
-            fd, status = file.fileno(), os.fstat(file.fileno())
+        fd, status = descriptor_of_regular(path)
+        try:
             with budget.reading(path, status):
                 return _read_head(path, fd, status, budget)[0]
+        finally:
+            os.close(fd)
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
