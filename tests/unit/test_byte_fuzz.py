@@ -174,7 +174,7 @@ def _answer(steps: Steps[object], value: bytes) -> None:
 
 
 def _dump(folder: Path) -> Target:
-    job = simulate(3, 6, [Fault("missing", 1, 4)])  # small: more inputs in the same time
+    job = simulate(8, 6, [Fault("missing", 1, 4)])  # small: more inputs in the same time
     kinds = [write_dumps(folder / kind, job, as_json=kind == "json") for kind in ("json", "pickle")]
     seeds = [next(iter(kind.iterdir())).read_bytes() for kind in kinds]
     place = write_dumps(folder / "damaged", job)
