@@ -86,3 +86,19 @@ def test_torchrun_knows_a_code_that_nobody_else_read(tmp_path: Path) -> None:
     note_failures(tmp_path, Outcome(1, codes), headers)
     ends = {ended.rank: (ended.code, ended.by_launcher) for ended in read_exits(tmp_path)}
     assert ends == {0: (3, False), 1: (-9, False), 2: (None, False), 3: (-15, True), 4: (1, False)}
+
+
+@pytest.mark.parametrize("attempt", [0, 2])
+def test_a_worker_that_nobody_saw(tmp_path: Path, attempt: int) -> None:
+    """It was gone before the first look, and torchrun alone knows its code: it ended first."""
+    note_exit(tmp_path, Exit(1, 0, "h", 11, 1, 5))
+    note_exit(tmp_path, Exit(1, attempt, "h", 21, -15, 70, by_launcher=True))
+    note_exit(tmp_path, Exit(2, attempt, "h", 22, None, 80))
+    note_failures(tmp_path, Outcome(1, {(0, 20): 3, (1, 21): -15, (2, 22): -15}), [])
+    ends = {ended.pid: ended for ended in read_exits(tmp_path)}
+    unseen = ends[20]
+    assert (unseen.rank, unseen.attempt, unseen.code) == (0, attempt, 3)
+    assert not unseen.by_launcher
+    assert unseen.epoch_ns <= 70
+    assert ends[21].by_launcher
+    assert ends[22].by_launcher

@@ -49,8 +49,16 @@ def note_failures(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) ->
     # A worker that failed before it made a process group has no ring, but its end was seen.
     ends |= {(known.rank, known.pid): known for known in read_exits(run_dir)}
     others_failed = any(code != TERMINATED for code in outcome.failed.values())
+    attempt = max((known.attempt for known in ends.values()), default=0)
+    # torchrun ends the others once it has seen a failure.
+    first_ns = min(
+        (known.epoch_ns for known in ends.values() if known.attempt == attempt),
+        default=time.time_ns(),
+    )
     for process, code in outcome.failed.items():
-        if process in ends and ends[process].code is None:
+        if process not in ends:  # gone before anybody had seen that it was a worker
+            ends[process] = Exit(process[0], attempt, host_name(), process[1], None, first_ns)
+        if ends[process].code is None:
             by_launcher = others_failed and code == TERMINATED
             note_exit(run_dir, replace(ends[process], code=code, by_launcher=by_launcher))
 
