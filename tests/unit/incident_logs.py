@@ -21,7 +21,7 @@ class Incident(NamedTuple):
     says: str = ""
 
 
-def _raised(
+def raised(
     error: str, prefix: str = "", file: str = "/job/train.py", head: str = "Traceback"
 ) -> list[str]:
     """Return the lines of an exception, as Python writes them."""
@@ -35,7 +35,7 @@ def _raised(
     ]
 
 
-def _torchrun(rank: int, code: int, others: Iterable[tuple[int, int]] = ()) -> list[str]:
+def torchrun(rank: int, code: int, others: Iterable[tuple[int, int]] = ()) -> list[str]:
     """Return torchrun's report."""
 
     def block(number: int, exitcode: int) -> list[str]:
@@ -97,7 +97,7 @@ _SRUN_ENDS = "srun: Job step aborted: Waiting up to 32 seconds for job step to f
 _VLLM = "(VllmWorker rank={0} pid=41{0}) ERROR 04-02 11:02:07 [multiproc_executor.py:487] "
 _VLLM_FAILED = [
     "WorkerProc hit an exception.",
-    *_raised("RuntimeError: NCCL error: unhandled cuda error", file="/venv/vllm/executor.py"),
+    *raised("RuntimeError: NCCL error: unhandled cuda error", file="/venv/vllm/executor.py"),
 ]
 _DCP = [
     "torch.distributed.checkpoint.api.CheckpointException: CheckpointException "
@@ -129,7 +129,7 @@ INCIDENTS: dict[str, Incident] = {
     ),
     "deepspeed, rank 1 has no memory": Incident(
         [
-            *_raised(
+            *raised(
                 "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "[rank1]: "
             ),
             *_KILLING,
@@ -215,10 +215,10 @@ INCIDENTS: dict[str, Incident] = {
     ),
     "accelerate, rank 1 has no memory": Incident(
         [
-            *_raised(
+            *raised(
                 "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 5 GiB", "[rank1]: "
             ),
-            *_torchrun(1, 1, [(0, 1)]),
+            *torchrun(1, 1, [(0, 1)]),
             "subprocess.CalledProcessError: Command '['/venv/bin/python', 'train.py']' returned "
             "non-zero exit status 1.",
         ],
@@ -230,12 +230,12 @@ INCIDENTS: dict[str, Incident] = {
             "torch.multiprocessing.spawn.ProcessRaisedException: ",
             "",
             "-- Process 1 terminated with the following error:",
-            *_raised("KeyError: 'image'", file="/job/data.py"),
+            *raised("KeyError: 'image'", file="/job/data.py"),
         ],
         says="Process 1",
     ),
     "rendezvous, nobody came": Incident(
-        _raised(
+        raised(
             "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
             file="/venv/lib/python3.11/site-packages/torch/distributed/elastic/rendezvous/dynamic.py",
         )
@@ -262,7 +262,7 @@ INCIDENTS: dict[str, Incident] = {
         says="10.0.0.1",
     ),
     "the port is taken": Incident(
-        _raised(
+        raised(
             "torch.distributed.DistNetworkError: The server socket has failed to listen on any "
             "local "
             "network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: "
@@ -272,7 +272,7 @@ INCIDENTS: dict[str, Incident] = {
         says="port",
     ),
     "clients that did not join": Incident(
-        _raised(
+        raised(
             "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. "
             "3/4 "
             "clients joined.",
@@ -280,7 +280,7 @@ INCIDENTS: dict[str, Incident] = {
         )
     ),
     "a key that nobody set": Incident(
-        _raised(
+        raised(
             "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: "
             "/default_pg/0//cuda",
             "[rank3]: ",
@@ -292,7 +292,7 @@ INCIDENTS: dict[str, Incident] = {
             f"[rank{rank}]: {line}"
             for rank in range(4)
             for line in [
-                *_raised(_DCP[0], file="/venv/torch/distributed/checkpoint/utils.py"),
+                *raised(_DCP[0], file="/venv/torch/distributed/checkpoint/utils.py"),
                 *_DCP[1:],
             ]
         ],
@@ -304,7 +304,7 @@ INCIDENTS: dict[str, Incident] = {
             "ERROR: Unexpected bus error encountered in worker. This might be caused by "
             "insufficient "
             "shared memory (shm).",
-            *_raised(
+            *raised(
                 "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is "
                 "possible that dataloader's workers are out of shared memory. Please try to raise "
                 "your shared memory limit.",
@@ -316,14 +316,14 @@ INCIDENTS: dict[str, Incident] = {
         says="--shm-size",
     ),
     "a worker of rank 6's data loader, SIGKILL": Incident(
-        _raised(
+        raised(
             "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ", "[rank6]: "
         ),
         ("dead",),
         (6,),
     ),
     "a worker of a data loader, SIGTERM": Incident(
-        _raised(
+        raised(
             "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Terminated. ",
             "[rank6]: ",
         )
@@ -332,7 +332,7 @@ INCIDENTS: dict[str, Incident] = {
         [
             line
             for rank in range(4)
-            for line in _raised(
+            for line in raised(
                 "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/"
                 "transport/tcp/pair.cc:144] no error",
                 f"[rank{rank}]: ",
@@ -341,7 +341,7 @@ INCIDENTS: dict[str, Incident] = {
         ]
     ),
     "gloo, other sizes": Incident(
-        _raised(
+        raised(
             "RuntimeError: [enforce fail at "
             "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] "
             "op.preamble.length <= op.nbytes. 4000 vs 400",
@@ -353,7 +353,7 @@ INCIDENTS: dict[str, Incident] = {
         [
             line
             for rank in range(4)
-            for line in _raised(
+            for line in raised(
                 _FINISHED, f"[rank{rank}]: ", file="/venv/torch/nn/parallel/distributed.py"
             )
         ],
@@ -365,16 +365,16 @@ INCIDENTS: dict[str, Incident] = {
             *[
                 line
                 for rank in (0, 3, 7)
-                for line in _raised(
+                for line in raised(
                     _REMOTE, f"[rank{rank}]: ", file="/venv/torch/distributed/distributed_c10d.py"
                 )
             ],
-            *_raised(
+            *raised(
                 "RuntimeError: CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors "
                 "might be asynchronously reported at some other API call",
                 "[rank5]: ",
             ),
-            *_torchrun(0, 1, [(5, 1), (3, 1)]),
+            *torchrun(0, 1, [(5, 1), (3, 1)]),
         ],
         ("dead",),
         (5,),
@@ -392,7 +392,7 @@ INCIDENTS: dict[str, Incident] = {
     ),
     # --- frameworks ---
     "megatron, NaN on rank 2": Incident(
-        _raised(
+        raised(
             f"RuntimeError: Rank 2, node node-1, device 2, iteration 30: Unexpected result nan "
             f"(message='{_NAN}')",
             "[default2]:[rank2]: ",
@@ -402,7 +402,7 @@ INCIDENTS: dict[str, Incident] = {
         (2,),
     ),
     "megatron, NaN on rank 11 without a prefix": Incident(
-        _raised(
+        raised(
             "AssertionError: Rank 11: found NaN in local grad norm in backward pass before "
             "data-parallel communication collective. Device: 3, node: node-1",
             file="/job/megatron/core/distributed/param_and_grad_buffer.py",
@@ -416,7 +416,7 @@ INCIDENTS: dict[str, Incident] = {
             "ERROR 04-02 11:02:11 [core.py:586] EngineCore failed to start.",
             *[
                 f"ERROR 04-02 11:02:11 [core.py:586] {line}"
-                for line in _raised(
+                for line in raised(
                     "Exception: WorkerProc initialization failed due to an exception in a "
                     "background "
                     "process. See stack trace for root cause.",
@@ -492,7 +492,7 @@ INCIDENTS: dict[str, Incident] = {
         [
             line
             for rank in (0, 1)
-            for line in _raised(
+            for line in raised(
                 "torch.distributed.DistBackendError: NCCL error in: "
                 "/pytorch/torch/csrc/distributed/"
                 "c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL "
@@ -512,7 +512,7 @@ INCIDENTS: dict[str, Incident] = {
         [
             "Memory access fault by GPU node-3 (Agent handle: 0x5581) on address 0x7f3c00000000. "
             "Reason: Page not present or supervisor privilege.",
-            *_torchrun(3, -6, [(0, -15)]),
+            *torchrun(3, -6, [(0, -15)]),
         ],
         says="Memory access fault",
     ),
@@ -539,7 +539,7 @@ INCIDENTS: dict[str, Incident] = {
         ],
     ),
     "a crash of the allocator": Incident(
-        ["double free or corruption (!prev)", *_torchrun(2, -6)],
+        ["double free or corruption (!prev)", *torchrun(2, -6)],
     ),
     "ranks of an older torch that timed out in different calls": Incident(
         [

@@ -39,6 +39,14 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         "Rank 2 (node-a) was ended by SIGSEGV, says the launcher.",
     ),
     (
+        [of(R.ENDED_BY_SIGNAL, ONE, signal="SIGKILL", why="memory ran out")],
+        "Rank 2 (node-a) was ended by SIGKILL, because memory ran out, says the launcher.",
+    ),
+    (
+        [of(R.ENDED_BY_SIGNAL, ONE, signal="SIGKILL", time="15:43:03", why="memory ran out")],
+        "Rank 2 (node-a) was ended by SIGKILL, because memory ran out at 15:43:03, before any other rank failed on its node.",
+    ),
+    (
         [of(R.ENDED_BY_SIGNAL, MANY, signal="SIGSEGV")],
         "Ranks 1-3 were ended by SIGSEGV, says the launcher.",
     ),
@@ -122,6 +130,20 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         "Ranks 4-5 timed out, and waited for others. "
         "Rank 0 had not come to #51 of group 0, but may have waited in another group. "
         "The first failure that torchrun saw is that of rank 2 (node-a), and that can be a rank that waited for another one.",
+    ),
+    (
+        [
+            of(R.RANK_NOT_SAID),
+            of(R.WORKER_ENDED, code="-11"),
+            of(R.PROCESS_RAISED, error="ValueError: x", pid="9"),
+            of(R.PROCESS_GONE, by="Ray", pid="77", host="10.0.0.4"),
+            Fact(R.WAITED_FOR, OTHER, values=(("peer", "rank 3 of its group"),)),
+            of(R.WAITED_FOR, peer="rank 3 of its group", pid="5"),
+        ],
+        f"{NOT_SAID} A worker ended with code -11 (SIGSEGV). Process 9 raised ValueError: x. "
+        "Process 77 on 10.0.0.4 is gone, says Ray. "
+        "Rank 0 waited for rank 3 of its group, which did not answer. "
+        "Process 5 waited for rank 3 of its group, which did not answer.",
     ),
     (
         [

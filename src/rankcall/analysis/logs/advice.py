@@ -7,9 +7,28 @@ from collections.abc import Sequence
 
 _ADVICE = (
     (
+        r"shm_open failed : Permission denied",
+        "The process may not write to /dev/shm{on}: look at its owner and its mode (1777).",
+    ),
+    (
+        r"last training process is running",
+        "A process of an earlier job still has this device{on}: end it (`npu-smi info` shows it), "
+        "and start again after 10 s.",
+    ),
+    (
         r"SIGBUS|[Bb]us error|shared memory segment|/dev/shm",
         "A container's /dev/shm is too small in most such cases: start it with --shm-size=16g or "
         "--ipc=host, or mount a larger emptyDir of medium Memory on Kubernetes.",
+    ),
+    (
+        r"memory pressure|memory ran out|ran out of memory|OOMKilled|low on resource: memory",
+        "The node's memory, or what the job may use of it, ran out{on}: give it more, or use less, "
+        "for example with fewer data loaders.",
+    ),
+    (
+        r"async event",
+        "The network adapter{on} reports this: look at its link, its cable and its counters "
+        "(ibstat, perfquery), and for its driver in dmesg.",
     ),
     (
         r"SIGKILL|Killed process|signal: Killed|oom",
@@ -32,7 +51,7 @@ _ADVICE = (
         "never the same line, suspect the device: look for amdgpu in dmesg{on}.",
     ),
     (
-        r"[Aa]ddress already in use|EADDRINUSE|EJ0003|bind the IP port",
+        r"[Aa]ddress already in use|EADDRINUSE|EJ0003|bind the IP port|server socket has failed",
         "Another process has this port{on}: end what is left of an earlier job (`ss -ltnp` shows "
         "it), or choose another port.",
     ),
@@ -40,11 +59,6 @@ _ADVICE = (
         r"[Ll]ink (?:is )?(?:[Dd]own|DOWN)|network port is down|EJ0002",
         "A network port lost its link{on}: look at its cable, its switch port, and its counters "
         "(ethtool, ibstat).",
-    ),
-    (
-        r"memory pressure|memory ran out|OOMKilled",
-        "The node's memory ran out{on}: give the container more, or use less of it, for example "
-        "with fewer data loaders.",
     ),
     (
         r"Xid|fallen off the bus|uncorrectable|NVLink error|GPU reset|hardware error|DEVICE_LOST",
@@ -61,6 +75,14 @@ _ADVICE = (
         "A disk is full: make room, or write checkpoints and caches elsewhere.",
     ),
     (
+        r"TIME LIMIT|RUNLIMIT|walltime",
+        "The job ran for as long as it may: ask for more time, or save a checkpoint before.",
+    ),
+    (
+        r"PREEMPTION|PREEMPT\b|[Pp]reempted",
+        "The scheduler gave the nodes to another job: start this one again from its checkpoint.",
+    ),
+    (
         r"death signal|SIGTERM|CANCELLED|TIME LIMIT|[Pp]reempt|[Ee]vict|low on resource"
         r"|NodeNotReady",
         "Something outside the job ended it: look at the scheduler's and the launcher's own logs "
@@ -68,6 +90,15 @@ _ADVICE = (
     ),
 )
 _PATTERNS = tuple((re.compile(words), text) for words, text in _ADVICE)
+# Some advice says what to look for. A log that has it answers that, and what it says counts.
+_ANSWERS = (
+    (
+        re.compile(r"oom-kill"),
+        re.compile(r"memory (?:pressure|ran out)|ran out of memory|OOMKilled"),
+    ),
+    (re.compile(r"\bXid\b"), re.compile(r"Xid \d+")),
+    (re.compile(r"amdgpu"), re.compile(r"amdgpu \S+: GPU reset")),
+)
 
 
 def advice_for(what: str, hosts: Sequence[str]) -> str:
@@ -81,6 +112,14 @@ def advice_for(what: str, hosts: Sequence[str]) -> str:
     for pattern, text in _PATTERNS:
         if pattern.search(what):
             return text.replace("{on}", place)
+    return ""
+
+
+def answer_to(advice: str, said: Sequence[str]) -> str:
+    """Return which of the things that a log says is what an advice would have the user look for."""
+    for asked, answered in _ANSWERS:
+        if asked.search(advice):
+            return next((what for what in said if answered.search(what)), "")
     return ""
 
 

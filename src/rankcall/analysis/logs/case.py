@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rankcall.analysis.logs.advice import advice_for, settings_in
+from rankcall.analysis.logs.advice import advice_for, answer_to, settings_in
 from rankcall.analysis.verdicts.facts import Fact, Ranks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.log_sentences import summary_from_log
 from rankcall.analysis.verdicts.wording import count_of
-from rankcall.imports.logs.facts import Fatal, IssuedAt, Killed, Progress, Timeout, Trouble
+from rankcall.imports.logs.facts import (
+    DeviceFault,
+    Fatal,
+    IssuedAt,
+    Killed,
+    Outside,
+    Progress,
+    Timeout,
+    Trouble,
+)
 from rankcall.imports.logs.job import LogFacts
 from rankcall.imports.logs.prefixes import Line
 from rankcall.problems import Problem, ProblemKind
@@ -113,7 +123,17 @@ class Case:
     def advice(self, what: str, hosts: Sequence[str]) -> str:
         """Return the next step for a cause, unless the log shows that it was taken; else empty."""
         text = advice_for(what, hosts)
+        answer = answer_to(text, self._causes)
+        if answer:
+            text = advice_for(answer, hosts)
         return "" if self.has_said(*settings_in(text)) else text
+
+    @functools.cached_property
+    def _causes(self) -> list[str]:
+        """What the log says in plain words of devices, processes and the job."""
+        devices = [fact.what for fact in self.facts(DeviceFault)]
+        processes = [fact.what for fact in self.facts(Fatal)]
+        return devices + processes + [fact.what for fact in self.facts(Outside)]
 
     def first(self) -> set[int]:
         """Return the ranks that torchrun saw fail first."""

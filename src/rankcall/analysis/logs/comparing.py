@@ -39,8 +39,11 @@ def mismatch(case: Case) -> list[Finding]:
     numbering = Numbering()
     calls: dict[int, Fingerprint] = {}
     for report in reports:
-        numbering.note(case.rank(report.line), report.rank)
         calls[report.rank] = report.own
+        if report.by_rank:
+            numbering.note(case.rank(report.line), report.rank)
+        else:
+            calls[report.other] = report.others
     reporters = set(calls)
     for report in reports:
         # In some versions, the report of another rank lacks fields.

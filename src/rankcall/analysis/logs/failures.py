@@ -69,6 +69,7 @@ def _dead_by_signal(case: Case, failures: Sequence[Failure]) -> Finding:
         and failure.rank not in ranks
         and signal_of(failure.code) != _SIGTERM
     }
+    why = _because_of_memory(case, {failure.pid for failure in failures})
     ended = "these processes" if len(ranks) > 1 else f"process {failures[0].pid}"
     return case.finding(
         "dead",
@@ -79,14 +80,25 @@ def _dead_by_signal(case: Case, failures: Sequence[Failure]) -> Finding:
                 Relation.ENDED_BY_SIGNAL,
                 subject(ranks, hosts),
                 others=subject(beside) if beside else None,
-                values=(("signal", name), ("time", when)),
+                values=(("signal", name), ("time", when), *why),
             )
         ],
         [*(failure.line for failure in failures), *case.trouble()],
-        " ".join(filter(None, [f"Find out what ended {ended}.", case.advice(name, hosts)])),
+        " ".join(
+            filter(
+                None,
+                ["" if why else f"Find out what ended {ended}.", case.advice(name, hosts)],
+            )
+        ),
         "likely",
         hosts=hosts,
     )
+
+
+def _because_of_memory(case: Case, pids: set[int]) -> tuple[tuple[str, str], ...]:
+    """Return why processes were killed, if the kernel wrote so of each of them."""
+    killed = {fact.pid for fact in case.facts(Fatal) if "memory ran out" in fact.what}
+    return (("why", "memory ran out"),) if pids <= killed else ()
 
 
 @dataclass(frozen=True)
@@ -167,16 +179,17 @@ def _by_launcher(case: Case) -> list[Finding]:
     if not exits or not case.all.tasks_are_ranks:
         return []
     ranks = {rank for ending in exits for rank in ending.tasks}
-    name = OWN_SIGNALS[exits[0].signal]
+    name, why = OWN_SIGNALS[exits[0].signal], {ending.why for ending in exits}
+    reason = tuple(("why", text) for text in why if text and len(why) == 1)
+    advice = case.advice(" ".join([name, *why]), ())
     return [
         case.finding(
             "dead",
             tuple(ranks),
             case.victims(ranks),
-            [Fact(Relation.ENDED_BY_SIGNAL, subject(ranks), values=(("signal", name),))],
+            [Fact(Relation.ENDED_BY_SIGNAL, subject(ranks), values=(("signal", name), *reason))],
             [*(ending.line for ending in exits), *case.trouble()],
-            "Find out what ended that process: look for oom-kill in dmesg on its node, and for "
-            "a core dump.",
+            advice or "Find out what ended that process: look for a core dump on its node.",
             "likely",
         )
     ]
@@ -214,6 +227,9 @@ def _raised(case: Case) -> list[Finding]:
 def _own_exceptions(case: Case) -> dict[int, Raised]:
     """Return the exception that ended each rank, of those that did not wait for another rank."""
     failed = {failure.rank for failure in case.failures}
+    if case.all.tasks_are_ranks:
+        exits = case.facts(LauncherExit)
+        failed |= {task for ending in exits if ending.is_first for task in ending.tasks}
     exceptions: dict[int, Raised] = {}
     follows: set[int] = set(case.waited)
     for raised in case.raised:

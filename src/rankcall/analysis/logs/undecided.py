@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, subject
 from rankcall.analysis.logs.comparing import late_ranks
 from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.imports.logs.blame import OWN_SIGNALS
+from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
 from rankcall.imports.logs.facts import (
     Aborting,
     AttemptEnded,
@@ -16,6 +17,7 @@ from rankcall.imports.logs.facts import (
     DeviceFault,
     Fatal,
     Fragment,
+    Gone,
     IssuedAt,
     LauncherExit,
     Mismatch,
@@ -55,9 +57,12 @@ _TELLING = (
     SpawnedExit,
     AttemptEnded,
     Trouble,
+    Gone,
     Aborting,
     Fragment,
 )
+_PROCESS = re.compile(r"\bpid: (\d{1,10})\b")
+_ADDRESS = re.compile(r"\bip: ([\w.:-]{1,100})")
 
 
 def undecided(case: Case) -> Finding:
@@ -142,11 +147,12 @@ def _causes(case: Case) -> list[Fact]:
             facts.append(_fact(Relation.KERNEL_REPORTS, error=error, host=fault.host))
             return [*facts, *_link_errors(case)]
     for what, line, host, pid in _own_faults(case)[:1]:
+        known_pid = pid if pid >= 0 else line.writer.pid
         facts.append(
             _fact(
                 Relation.PROCESS_FAILED,
                 error=what[:160].rstrip("."),
-                pid=str(pid) if pid >= 0 else "",
+                pid=str(known_pid) if known_pid >= 0 else "",
                 host=host or line.writer.host,
             )
         )
@@ -158,7 +164,7 @@ def _causes(case: Case) -> list[Fact]:
                 signal=OWN_SIGNALS[spawned.signal] if spawned.signal > 0 else "",
             )
         )
-    for ending in case.facts(WorkerExit)[:1]:
+    for ending in _worker_exits(case)[:1]:
         facts.append(
             _fact(
                 Relation.WORKER_ENDED,
@@ -167,7 +173,63 @@ def _causes(case: Case) -> list[Fact]:
                 code=str(ending.code),
             )
         )
+    facts += _gone(case)[:1]
+    # A process that fails by itself has said more than its exception does.
+    facts += _waited_for(case) or ([] if facts else _raised(case)[:1])
     return [*facts, *_link_errors(case)]
+
+
+def _worker_exits(case: Case) -> list[WorkerExit | AttemptEnded]:
+    """Return how workers ended, as far as torchrun's report does not say it of their ranks."""
+    return [*case.facts(WorkerExit), *([] if case.all.failures else case.facts(AttemptEnded))]
+
+
+def _gone(case: Case) -> list[Fact]:
+    """Return the processes that a framework misses; Ray's exception has them, too."""
+    processes = [(fact.by, fact.pid, fact.host) for fact in case.facts(Gone)]
+    for raised in case.raised:
+        if raised.kind.endswith(("ActorDiedError", "RayActorError")):
+            pid, host = _PROCESS.search(raised.details), _ADDRESS.search(raised.details)
+            if pid:
+                processes.append(("Ray", int(pid[1]), host[1] if host else ""))
+    return [
+        _fact(Relation.PROCESS_GONE, by=by, pid=str(pid), host=host) for by, pid, host in processes
+    ]
+
+
+def _waited_for(case: Case) -> list[Fact]:
+    """Return whom a process waited for, if its library says it."""
+    facts = []
+    for waited in [fact for fact in case.facts(Trouble) if fact.has_waited and fact.peer][:1]:
+        rank = case.rank_of_fact(waited)
+        values = _fact(
+            Relation.WAITED_FOR,
+            peer=waited.peer,
+            pid=str(waited.pid) if waited.pid >= 0 and rank < 0 else "",
+        ).values
+        facts.append(
+            Fact(Relation.WAITED_FOR, subject([rank]) if rank >= 0 else None, values=values)
+        )
+    return facts
+
+
+def _raised(case: Case) -> list[Fact]:
+    """Return the exceptions of processes whose rank is not known, if they are about no other."""
+    facts = []
+    for raised in case.raised:
+        writer = raised.line.writer
+        if raised.follows or not raised.of_a_job or case.rank(raised.line) >= 0:
+            continue
+        error = f"{raised.kind.rpartition('.')[2]}{f': {raised.message}' if raised.message else ''}"
+        facts.append(
+            _fact(
+                Relation.PROCESS_RAISED,
+                error=error[:160].rstrip("."),
+                pid=str(writer.pid) if writer.pid >= 0 else "",
+                host=writer.host,
+            )
+        )
+    return facts
 
 
 def _link_errors(case: Case) -> list[Fact]:
@@ -205,6 +267,11 @@ def _advice(case: Case) -> str:
     """Return the next step for what the log shows, if it shows anything that has one."""
     causes = [(what, line) for what, line, _, _ in _own_faults(case)]
     causes += [(fact.what, fact.line) for fact in case.facts(Outside)]
+    causes += [
+        (OWN_SIGNALS[signal_of(ending.code)], ending.line)
+        for ending in _worker_exits(case)
+        if signal_of(ending.code) in OWN_SIGNALS
+    ]
     for what, line in causes:
         advice = case.advice(what, (line.writer.host,) if line.writer.host else ())
         if advice:
@@ -217,7 +284,11 @@ def _advice(case: Case) -> str:
         advice = case.advice(fact.line.text, ())
         if advice:
             return advice
-    peers = [fact for fact in case.facts(Trouble) if fact.peer]
+    for trouble in case.facts(Trouble):
+        advice = case.advice(trouble.line.text, (trouble.host,) if trouble.host else ())
+        if advice:
+            return advice
+    peers = [fact for fact in case.facts(Trouble) if fact.peer and not fact.has_waited]
     if peers:
         first = peers[0]
         ends = f"{first.host or first.line.writer.host or 'this process'} and {first.peer}"

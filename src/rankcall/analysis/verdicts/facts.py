@@ -150,7 +150,8 @@ class Relation(str, Enum):
     OVERWRITTEN = "overwritten"  # so many records of the rank are gone, and all of this group
 
     # What logs say. Their ranks have seldom a host, and their times are those in the text.
-    # A launcher wrote so. values: signal, time (torchrun has it: no rank of the node ended before)
+    # A launcher wrote so. values: signal, time (torchrun has it: no rank of the node ended before),
+    # why (if a line says it of this process)
     ENDED_BY_SIGNAL = "ended_by_signal"
     OWN_ERROR = "own_error"  # its device or process failed, by its own words. values: error
     OWN_EXCEPTION = "own_exception"  # an exception that follows from no other rank. values: error
@@ -167,6 +168,11 @@ class Relation(str, Enum):
     RANK_NOT_SAID = "rank_not_said"  # there was a failure, and no line says which rank is at fault
     ENDED_FROM_OUTSIDE = "ended_from_outside"  # something that is no rank did. values: what
     PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
+    PROCESS_RAISED = "process_raised"  # whose rank is not known. values: error, pid, host
+    PROCESS_GONE = (
+        "process_gone"  # whose rank is not known, as a framework says. values: by, pid, host
+    )
+    WAITED_FOR = "waited_for"  # a library names whom it waited for. values: peer, pid
     KERNEL_REPORTS = "kernel_reports"  # a device, a port or the processor. values: error, host
     LINK_ERRORS = "link_errors"  # of a host. values: host, end (host or peer), all
     SPAWNED_ENDED = "spawned_ended"  # of torch.multiprocessing. values: process, signal

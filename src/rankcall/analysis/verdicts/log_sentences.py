@@ -18,6 +18,7 @@ from rankcall.analysis.verdicts.naming import (
     who,
 )
 from rankcall.analysis.verdicts.wording import begin_sentence, count_of, duration
+from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
 
 _SIDES = 4  # that a sentence names; more would be a table
 
@@ -31,16 +32,22 @@ def _at(line: str) -> str:
 
 
 def _ended_by_signal(fact: Fact) -> str:
-    when, be = fact.value("time"), "was" if _is_one(fact) else "were"
+    when, why, be = fact.value("time"), fact.value("why"), "was" if _is_one(fact) else "were"
+    because = f", because {why}" if why else ""
     text = f"{name_of(fact)} {be} ended by {fact.value('signal')}"
     if not when:
-        return f"{text}, says the launcher."
+        return f"{text}{because}, says the launcher."
+    return f"{text}{because}{_among_others(fact, when)}"
+
+
+def _among_others(fact: Fact, when: str) -> str:
+    """Return when ranks ended by a signal, and whether others failed in that second."""
     if fact.others is not None:
         others = f"in the second in which {name_ranks(fact.others)} failed, too, {when}"
-        return f"{text} {others}. The log does not show which was first."
+        return f" {others}. The log does not show which was first."
     if _is_one(fact):
-        return f"{text} at {when}, before any other rank failed on its node."
-    return f"{text} in the same second, {when}. The log does not show which was first."
+        return f" at {when}, before any other rank failed on its node."
+    return f" in the same second, {when}. The log does not show which was first."
 
 
 def _own_error(fact: Fact) -> str:
@@ -62,7 +69,7 @@ def _side_called(fact: Fact) -> str:
     call, shape, seq = call_in(fact), fact.value("shape"), fact.value("seq")
     parts = (
         call.op or "another op",
-        f"of shape {shape}" if shape else "",
+        f"of {'shape ' if shape.startswith('[') else ''}{shape}" if shape else "",
         fact.value("dtype"),
         f"as #{seq}" if seq else "",
     )
@@ -143,10 +150,19 @@ def _ended_from_outside(fact: Fact) -> str:
     return f"Something outside the ranks ended the job: {fact.value('what')}."
 
 
-def _process_failed(fact: Fact) -> str:
+def _process(fact: Fact) -> str:
+    """Name a process whose rank is not known."""
     pid, host = fact.value("pid"), fact.value("host")
-    process = f"Process {pid}" if pid else "A process"
-    return f"{process}{f' on {host}' if host else ''} failed with {fact.value('error')}."
+    return f"{f'Process {pid}' if pid else 'A process'}{f' on {host}' if host else ''}"
+
+
+def _process_failed(fact: Fact) -> str:
+    return f"{_process(fact)} failed with {fact.value('error')}."
+
+
+def _waited_for(fact: Fact) -> str:
+    waiter = name_of(fact) if fact.ranks is not None else _process(fact)
+    return f"{waiter} waited for {fact.value('peer')}, which did not answer."
 
 
 def _kernel_reports(fact: Fact) -> str:
@@ -171,7 +187,9 @@ def _spawned_ended(fact: Fact) -> str:
 def _worker_ended(fact: Fact) -> str:
     rank, host = fact.value("local_rank"), fact.value("host")
     worker = f"Local rank {rank}" if rank else "A worker"
-    return f"{worker}{f' on {host}' if host else ''} ended with code {fact.value('code')}."
+    name = OWN_SIGNALS.get(signal_of(int(fact.value("code"))), "")
+    code = f"{fact.value('code')}{f' ({name})' if name else ''}"
+    return f"{worker}{f' on {host}' if host else ''} ended with code {code}."
 
 
 def _failed_first(fact: Fact) -> str:
@@ -189,6 +207,9 @@ def _no_failure_seen(fact: Fact) -> str:
 _KNOWN: dict[Relation, Callable[[Fact], str]] = {
     Relation.ENDED_FROM_OUTSIDE: _ended_from_outside,
     Relation.PROCESS_FAILED: _process_failed,
+    Relation.PROCESS_RAISED: lambda fact: f"{_process(fact)} raised {fact.value('error')}.",
+    Relation.PROCESS_GONE: lambda fact: f"{_process(fact)} is gone, says {fact.value('by')}.",
+    Relation.WAITED_FOR: _waited_for,
     Relation.KERNEL_REPORTS: _kernel_reports,
     Relation.LINK_ERRORS: _link_errors,
     Relation.SPAWNED_ENDED: _spawned_ended,

@@ -15,12 +15,16 @@ __all__ = ["blame_of", "blame_of_code", "signal_of"]
 # What a process says when its own device, memory or program failed, whatever it was doing then.
 _OWN = re.compile(
     r"CUDA error: (?!.{0,80}(?:remote|peer|network))|[Cc]uda failure|HIP failure|CUDA out of memory"
-    r"|(?:HIP|NPU|XPU|MPS) (?:out of memory|error)|OutOfMemoryError|uncorrectable (?:ECC|NVLink)"
+    r"|(?:HIP|XPU|MPS) error|(?:HIP|NPU|XPU|MPS) out of memory|OutOfMemoryError"
+    r"|uncorrectable (?:ECC|NVLink)"
     r"|unspecified launch failure|illegal memory access|device-side assert|unhandled cuda error"
     r"|Call to CUDA function failed|Failed to (?:CUDA|Cuda) (?:host )?(?:m|c)alloc"
     r"|[Aa]ddress already in use|EADDRINUSE|Error while creating shared memory segment"
     r"|loss (?:is|became) nan|NaN (?:loss|detected)|heartbeat of the device|aicore|AI ?Core"
     r"|RESULT_ERROR_(?:DEVICE_LOST|OUT_OF)|found NaN in local grad norm"
+    # CANN: an exception of a core, memory that failed or ran out. Most other codes are time-outs.
+    r"|NPU (?:function )?error.{0,200}error code is (?:507015|507018|507035|50705[345]|207001)\b"
+    r"|last training process is running|shm_open failed"
     # A worker of the rank's own data loader.
     r"|DataLoader worker .{0,60} killed by signal: (?!Terminated)"
 )
@@ -36,6 +40,7 @@ _VICTIM = re.compile(
     r"|Broken pipe|[Ss]ocket|NCCL|RCCL|HCCL|[Gg]loo|c10d|[Mm]onitored ?[Bb]arrier|remote process"
     r"|pair closure|SignalException|Detected mismatch|expects same model|appears not to match"
     r"|killed by signal|got signal|process ?group|TCPStore|rendezvous|communicator"
+    r"|across (?:all )?ranks|[Oo]ther ranks|NPU (?:function )?error|ACL stream"
     r"|worker(?:s)? (?:died|failed)|initialization failed|recv(?:Value|Bytes)? failed"
 )
 # Exceptions that follow from the end of another process; their message does not matter.

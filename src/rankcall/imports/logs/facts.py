@@ -64,13 +64,17 @@ class Fingerprint(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """A rank says that another rank called something else. Ranks are those within the group."""
+    """Two ranks called something else. Ranks are those within the group.
+
+    ``by_rank``: ``rank`` wrote it. If not, the ranks had gathered their calls, and each wrote it.
+    """
 
     line: Line
     rank: int
     own: Fingerprint
     other: int
     others: Fingerprint
+    by_rank: bool = True
 
 
 class ModelsDiffer(NamedTuple):
@@ -135,6 +139,7 @@ class LauncherExit(NamedTuple):
     tasks: tuple[int, ...]
     signal: int
     is_first: bool  # the launcher tells only of the process that ended first
+    why: str = ""  # if the launcher says it
 
 
 class WorkerExit(NamedTuple):
@@ -183,13 +188,23 @@ class Trouble(NamedTuple):
     """A rank's connection to another rank broke, or a wait timed out. It does not say which.
 
     ``host`` and ``pid`` are those of the process that wrote it, if the message has them, and
-    ``peer`` is the other end of the connection.
+    ``peer`` is the other end of the connection, or the process that it waited for.
     """
 
     line: Line
     host: str = ""
     pid: int = -1
     peer: str = ""
+    has_waited: bool = False  # for the peer: the connection had been made
+
+
+class Gone(NamedTuple):
+    """A framework says that one of its processes is gone, and not why."""
+
+    line: Line
+    by: str
+    host: str = ""
+    pid: int = -1
 
 
 class DeviceFault(NamedTuple):
@@ -263,6 +278,7 @@ Fact = (
     | Restarted
     | Member
     | Trouble
+    | Gone
     | DeviceFault
     | Fatal
     | Outside

@@ -18,12 +18,14 @@ from rankcall.imports.logs.facts import (
     Aborting,
     AttemptEnded,
     BarrierFailed,
+    DeviceFault,
     Fact,
     Fragment,
     Lagging,
     LauncherExit,
     Member,
     Restarted,
+    Trouble,
 )
 from rankcall.imports.logs.prefixes import Line, Prefixes, Step, Writer
 from rankcall.imports.logs.reading import Log, RawLine, logs_of
@@ -265,6 +267,11 @@ def _undone_by_stream(
             yield from prefixes.read(raw.number, raw.text, before[raw.number])
 
 
+def _is_outer(writer: Writer, inner: Writer) -> bool:
+    """Whether a line has a collector's prefixes, at most, of those that another line has."""
+    return f"{inner.stream} ".startswith(f"{writer.stream} ".lstrip())
+
+
 class _Reader:
     """Reads the lines of one log, in order."""
 
@@ -273,6 +280,7 @@ class _Reader:
         self._tracebacks: dict[Writer, Traceback] = {}
         self._stack: StackOfCollective | None = None
         self._aborting: dict[Writer, int] = {}  # the line at which a process said that it ends
+        self._announced: dict[Writer, tuple[int, int]] = {}  # a pid, and the line that has it
         self._open: Writer | None = None  # whose traceback goes on without a prefix
         self._report = Report(log_facts.failures)
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
@@ -325,16 +333,27 @@ class _Reader:
             # If an agent says so twice, it started all workers again in between.
             self._forget(self._ended.get(fact.agent, 0))
             self._ended[fact.agent] = line.number
+        fact = self._with_pid(fact, line)
         if isinstance(fact, Aborting):
             self._aborting[line.writer] = line.number
         log_facts.facts.append(fact)
         if isinstance(fact, (BarrierFailed, Lagging, LauncherExit)):
             log_facts.size += len(fact[2] if isinstance(fact, BarrierFailed) else fact[1])
 
+    def _with_pid(self, fact: Fact, line: Line) -> Fact:
+        """Return a fact with the pid that torch_npu wrote before the error of CANN behind it."""
+        if isinstance(fact, Member) and not fact.size:
+            self._announced[line.writer] = fact.pid, line.number
+        if isinstance(fact, (DeviceFault, Trouble)) and fact.pid < 0 and line.writer.rank < 0:
+            pid, number = self._announced.get(line.writer, (-1, 0))
+            if line.number - number <= _NEAR:
+                return fact._replace(pid=pid)
+        return fact
+
     def _read_traceback(self, line: Line) -> None:
         writer = line.writer
         # Some programs write only the first line of a message with their prefix.
-        if not writer.stream and writer.rank < 0 and self._open is not None:
+        if writer.rank < 0 and self._open is not None and _is_outer(writer, self._open):
             writer = self._open
         before = self._tracebacks.get(writer)
         begins = line.text.startswith(_TRACEBACK) or line.text.rstrip().endswith(f"{_TRACEBACK}:")

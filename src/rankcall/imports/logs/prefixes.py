@@ -97,6 +97,8 @@ class _Parts:
             fields[name] = int(match[name] or -1) if name in _NUMBERS else match[name] or ""
         if fields.get("rank", -1) >= MAX_RANKS:
             return False
+        if fields.get("pid", -1) >= 0:
+            fields["task"] = -1  # the task has started several processes of a framework
         fields["host"] = fields.get("host") or self.writer.host
         stream = " ".join(fields.get("stream", "").split())
         fields["stream"] = f"{self.writer.stream} {stream}".strip()
@@ -126,7 +128,7 @@ _ISO = re.compile(
 )
 _SRUN = re.compile(r"(?P<stream>\s*(?P<task>\d{1,7}):)(?: |$)")
 _LEVEL = re.compile(
-    r"\[?(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL|TRACE)\]?"
+    r" ?\[?(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL|TRACE)\]?"
     rf"(?:\s+{_DATE} {_CLOCK})?\s*(?:[:|]|-(?=\s))?\s*(?:\[[\w./-]{{1,120}}:\d{{1,6}}\]\s?)?"
 )
 # torch writes ``[rank3]:`` before its messages; some versions garble the bracket.
@@ -144,7 +146,10 @@ _SYSLOG = (
     r"(?P<stream>(?P<host>[\w.-]{1,253}) [\w./@-]{1,100}(?:\[\d{1,10}\])?): "
 )
 _KUBECTL = r"(?P<stream>\[pod/(?P<host>[\w.-]{1,253})(?:/[\w.-]{1,253})?\]) ?"
-_MPI = r"(?P<stream>\[(?:\d+,)?(?P<task>\d{1,7})\]<std(?:err|out)>:)\s?"
+_MPI = (
+    r"(?P<stream>\[(?:\d+,)?(?:mpirank:)?(?P<task>\d{1,7})(?:,(?P<host>[\w.-]{1,253}))?\]"
+    r"<std(?:err|out)>:)\s?"
+)
 _TORCHRUN = r"(?!\[rank\d{1,7}\[?\]:)(?P<stream>\[[A-Za-z_][A-Za-z_\-]*\d+\]:)\s?"
 _WORKER_NAME = (
     r"\((?:(?:Vllm)?Worker|worker_)[_ ]*(?:rank=(?P<rank>\d{1,7})|(?P<worker>[A-Za-z0-9_]{0,40}))"
@@ -152,7 +157,7 @@ _WORKER_NAME = (
 )
 _WORKER = rf"(?P<stream>{_WORKER_NAME}) ?"
 _RAY = (
-    r"(?P<stream>\((?:[\w.<>-]{1,200}(?:\([^)]{0,80}\))?)?\s?pid=(?P<pid>\d{1,10})"
+    r"(?P<stream>\((?:[\w.<>-]{1,200}(?:\((?:[^()]|\([^()]{0,80}\)){0,80}\))?)?\s?pid=(?P<pid>\d{1,10})"
     r"(?:, ip=(?P<host>[\w.:-]{1,100}))?\)) ?"
 )
 _COMPOSER = r"(?P<stream>rank(?P<rank>\d{1,7})\[(?P<pid>\d{1,10})\]\[\w{1,80}\]:) (?:[A-Z]{4,8}: )?"

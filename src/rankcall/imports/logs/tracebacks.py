@@ -109,6 +109,7 @@ class Traceback:
         self.cause = chained.raised if chained is not None else None
         self._frames: list[tuple[str, str, str]] = []
         self._in_frames = self._source_follows = True
+        self._source = ""  # of the last frame
         self.raised: Raised | None = None
         self.chains = False  # it says that another exception came of it
         gathered = _GATHERED.search(line.text)
@@ -130,11 +131,13 @@ class Traceback:
         frame = _FRAME.match(text)
         if frame:
             self._frames.append((frame[1], frame[2], frame[3].strip()))
-            self._source_follows = True
+            self._source_follows, self._source = True, ""
             return None
         match = _EXCEPTION.match(text)
         # A program that wraps at spaces drops those at the beginning of a frame's source line.
         is_source = self._source_follows and match is None
+        if self._source_follows:
+            self._source = text.strip()
         self._source_follows = False
         if not text or text[0].isspace() or is_source or _CARETS.match(text):
             return None
@@ -151,7 +154,10 @@ class Traceback:
         last = self._frames[-1][0]
         blame = blame_of(message, kind)
         unknown_type = not (_BUILT_IN.search(kind) or "." in kind)
-        in_torch = kind.endswith("RuntimeError") and "/torch/distributed/" in last
+        # Python code of torch that raises has found something on this rank. What C++ raises there
+        # is about others.
+        is_check = self._source.startswith("raise ")
+        in_torch = kind.endswith("RuntimeError") and "/torch/distributed/" in last and not is_check
         if blame == "own" and (self._follows or unknown_type or in_torch):
             blame = "victim"
         op = next((name for name in reversed(inside) if name != "wrapper"), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rankcall.imports.logs.blame import OWN_SIGNALS
-from rankcall.imports.logs.facts import Fact, Fatal, Fragment, Member, Outside, WorkerExit
+from rankcall.imports.logs.facts import Fact, Fatal, Fragment, Gone, Member, Outside, WorkerExit
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.sources.message import (
     Message,
@@ -70,8 +70,16 @@ _RAY_DIED = re.compile(
     r"(?:The actor (?:is dead because|died)|A worker died or was killed"
     r"|(?:Raylet|raylet) .{0,60}(?:killed|dead)"
     r"|Task was killed due to the node running low on memory)"
-    r"(.{0,300})"
+    r"(.{0,600})"
 )
+
+
+_RAY_PROCESS = re.compile(r"Worker IP address: ([\w.:-]{1,100}) .{0,80}?Worker PID: (\d{1,10})")
+
+
+def _ray_died(line: Line, match: re.Match[str]) -> Fact | None:
+    process = _RAY_PROCESS.search(match[1])
+    return Gone(line, "Ray", process[1], int(process[2])) if process else trouble(line, match)
 
 
 _RAY_LOW = re.compile(r"Task was killed due to the node running low on memory")
@@ -125,7 +133,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "a worker ended; its traceback follows",
-                ("WorkerProc ",),
+                ("WorkerProc ", "EngineCore failed to start", "EngineCore encountered a fatal"),
                 _VLLM_FATAL,
                 aborting,
                 "(Worker_TP12 pid=114) ERROR 03-14 09:02:36 [multiproc_executor.py:898] WorkerProc "
@@ -227,7 +235,7 @@ SOURCES: tuple[Source, ...] = (
                 "Ray says that an actor or a worker is gone",
                 ("The actor ", "A worker died or was killed"),
                 _RAY_DIED,
-                trouble,
+                _ray_died,
                 "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this "
                 "task.",
                 "Ray 2",

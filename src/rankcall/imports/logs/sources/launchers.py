@@ -73,11 +73,18 @@ def _deepspeed_exit(line: Line, match: re.Match[str]) -> Fact:
     return WorkerExit(line, -1, -1, int(match[1]))
 
 
+_COMMAND_EXIT = re.compile(r"died with <Signals\.(SIG[A-Z0-9]{2,10}): (\d{1,2})>")
+
+
+def _command_exit(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, -1, -int(match[2]))
+
+
 _LIGHTNING_EXIT = re.compile(
     r"\[rank: (\d{1,7})\] Child process with PID (\d{1,10}) terminated with code (-?\d{1,5})"
 )
 _SHELL_EXIT = re.compile(r": line \d{1,9}: +(\d{1,10}) (Killed|Segmentation fault) {2,}")
-_COMPOSE_EXIT = re.compile(r"^[\w.-]{1,120} exited with code (1[3-5]\d)$")
+_COMPOSE_EXIT = re.compile(r"(?:^|: )[\w.-]{1,120} exited with code (1[3-5]\d)$")
 
 
 def _lightning_exit(line: Line, match: re.Match[str]) -> Fact:
@@ -137,7 +144,8 @@ def _srun_exit(line: Line, match: re.Match[str]) -> Fact | None:
         return None
     # srun says "Out Of Memory" only of the task that the kernel's OOM killer ended.
     is_own = match[2] == "Out Of Memory"
-    return LauncherExit(line, tasks, _SIGNALS.get(match[2], 0), is_first=is_own)
+    why = "memory ran out" if is_own else ""
+    return LauncherExit(line, tasks, _SIGNALS.get(match[2], 0), is_own, why)
 
 
 _SLURM_END = re.compile(
@@ -288,6 +296,15 @@ SOURCES: tuple[Source, ...] = (
                 "[rank: 3] Child process with PID 4711 terminated with code 1. Forcefully "
                 "terminating all other processes to avoid zombies 🧟",
                 "Lightning 2.1 and newer",
+            ),
+            Message(
+                "a launcher in Python: a signal ended its command",
+                ("died with <Signals.",),
+                _COMMAND_EXIT,
+                _command_exit,
+                "subprocess.CalledProcessError: Command '['/venv/bin/python', '-u', 'train.py', "
+                "'--local_rank=7']' died with <Signals.SIGSEGV: 11>.",
+                "torch 1.0 to 1.8, accelerate",
             ),
             Message(
                 "bash: a signal ended a command",

@@ -7,7 +7,7 @@ import re
 from rankcall.imports.logs.blame import blame_of
 from rankcall.imports.logs.facts import DeviceFault, Fact, Member, Trouble
 from rankcall.imports.logs.prefixes import Line
-from rankcall.imports.logs.sources.message import Message, Source
+from rankcall.imports.logs.sources.message import Message, Source, any_of, failed, waited
 from rankcall.ranks import MAX_RANKS
 
 __all__ = ["SOURCES"]
@@ -19,7 +19,13 @@ _NCCL_INIT = re.compile(
 )
 _NCCL_WARN = re.compile(_NCCL_HEAD + r"(?:\S{1,200}:\d{1,6} )?(?:N|R)CCL WARN (.{1,1000})")
 _PEER = re.compile(
-    r"(?:remote peer|peer|to|from) ([\w.-]{1,253}(?:<\d{1,6}>)?)(?=\s*$| with status)"
+    r"(?:peer|to|from) (?:([\w.:%-]{1,253}<\d{1,6}>)|([\w.-]{1,253})(?=\s*$| with status))"
+    r"|remote GIDs? ?([\da-fA-F:.]{3,45})"
+)
+# NCCL warns of what makes it slower, too, and goes on.
+_ADVISORY = re.compile(
+    r"Missing \"|Failed to open lib|[Pp]lugin|NET/OFI .{0,80}(?:initialization failed|provider)"
+    r"|NUMA auto balancing|lead to (?:low|variability)|not recommended|[Dd]eprecated"
 )
 
 
@@ -32,15 +38,18 @@ def _nccl_warn(line: Line, match: re.Match[str]) -> Fact | None:
     what = match[3].strip()
     if blame_of(what) == "own":
         return DeviceFault(line, what, match[1], int(match[2]))
+    if _ADVISORY.search(what):
+        return None
     peer = _PEER.search(what)
-    return Trouble(line, match[1], int(match[2]), peer[1] if peer else "")
+    return Trouble(line, match[1], int(match[2]), peer[peer.lastindex or 0] if peer else "")
 
 
 _HCCL = re.compile(
     r"\b(E[IJ]\d{4})\b:? ?(?:\[PID: (\d{1,10})\] ?)?(?:\d{4}-[\d:.-]{1,30} ?)?(.{0,1000})"
 )
 # What this process could not do itself: its settings, its memory, its network port, its device.
-_HCCL_OWN = ("EI0001", "EI0007", "EI0011", "EI0012", "EJ0002", "EJ0003")
+_HCCL_OWN = ("EI0001", "EI0007", "EI0011", "EI0012", "EJ0001", "EJ0002", "EJ0003")
+_HCCL_WAITS = ("EI0002", "EI0006")
 _HCCL_PEER = re.compile(
     r"remote rank: ?\[(\d{1,7})\]"
     r"|remoteUser[rR]ank\[(\d{1,7})\](?:-remote_?[iI]p_?[aA]ddr\[([\w.:]{1,45}))?"
@@ -59,7 +68,7 @@ def _hccl(line: Line, match: re.Match[str]) -> Fact:
         return DeviceFault(line, what, pid=pid)
     peer = _HCCL_PEER.search(match[3])
     named = _rank_of_group(peer[3] or "", peer[1] or peer[2]) if peer else ""
-    return Trouble(line, pid=pid, peer=named)
+    return Trouble(line, pid=pid, peer=named, has_waited=match[1] in _HCCL_WAITS)
 
 
 def _hccl_link(line: Line, match: re.Match[str]) -> Fact:
@@ -132,6 +141,24 @@ SOURCES: tuple[Source, ...] = (
                 "Reason: [Create][DestLink]Create Dest error! createLink para:rank[1]-"
                 "localUserrank[1]-localIpAddr[172.16.0.114], dst_rank[0]-remoteUserrank[0]-"
                 "remote_ip_addr[172.16.0.115]",
+                "CANN 7 and newer",
+            ),
+            Message(
+                "a wait for another rank took too long",
+                ("fftsplus task timeout",),
+                any_of("fftsplus task timeout"),
+                waited,
+                "[rank5]: EI9999  The error from device(chipId:5, dieId:0), serial number is 3, "
+                "hccl fftsplus task timeout occurred during task execution, stream_id:7, sq_id:7, "
+                "task_id:5990, stuck notify num:1, timeout:1836.",
+                "CANN 7 and newer",
+            ),
+            Message(
+                "an error of CANN that another line explains",
+                ("9999: Inner Error",),
+                any_of("9999: Inner Error"),
+                failed,
+                "EI9999: Inner Error!",
                 "CANN 7 and newer",
             ),
             Message(

@@ -27,6 +27,7 @@ from rankcall.imports.logs.sources.message import (
     Source,
     aborting,
     any_of,
+    failed,
     op_name,
     ranks_in,
     trouble,
@@ -137,6 +138,20 @@ def _fingerprint(text: str) -> Fingerprint:
         f"[{shape[1]}]" if shape else "",
         dtype[1] if dtype else "",
     )
+
+
+_ORDER = re.compile(
+    r"Forward order differs across ranks: rank (\d{1,7}) is all-gathering (.{1,2000}?) while rank "
+    r"(\d{1,7}) is all-gathering (.{1,2000})"
+)
+
+
+def _order(line: Line, match: re.Match[str]) -> Fact:
+    """FSDP compares the first collectives of all ranks; each of them writes what two have."""
+    own, other = (
+        Fingerprint(-1, "all_gather", text.strip()[:200], "") for text in match.group(2, 4)
+    )
+    return Mismatch(line, int(match[1]), own, int(match[3]), other, by_rank=False)
 
 
 _MODELS = re.compile(
@@ -312,6 +327,15 @@ SOURCES: tuple[Source, ...] = (
                 "torch 1.9 to 2.15",
             ),
             Message(
+                "FSDP in DETAIL mode: ranks gather other parameters",
+                ("Forward order differs",),
+                _ORDER,
+                _order,
+                "[rank0]: RuntimeError: Forward order differs across ranks: rank 0 is "
+                "all-gathering 3 parameters while rank 1 is all-gathering 2 parameters",
+                "torch 1.12 to 2.15",
+            ),
+            Message(
                 "DDP: a parameter of a rank has another shape than on rank 0",
                 ("appears not to match",),
                 _MODELS,
@@ -368,6 +392,15 @@ SOURCES: tuple[Source, ...] = (
                 "got 0 bytes. Connection was likely closed. Did the remote server shutdown or "
                 "crash?",
                 "torch 1.8 to 2.15",
+            ),
+            Message(
+                "the port of the store is taken, or its address is of no interface",
+                ("server socket has failed to listen",),
+                any_of("server socket has failed to listen"),
+                failed,
+                "[E socket.cpp:462] [c10d] The server socket has failed to listen on any local "
+                "network address.",
+                "torch 1.11 to 2.15",
             ),
             Message(
                 "the host of the store does not answer",
