@@ -6,7 +6,7 @@ In each case all hosts run ahead: they have issued three calls behind the one th
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from diagnosing import WORLD, causes, diagnose_calls
 from dumps import Step, dump_of, simulate
 from worlds import MS, Call, group_of
 
-from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.snapshot import unfinished
+from rankcall.analysis.verdicts import diagnose, find
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.facts import Relation
 from rankcall.record import FLAG_DEVICE, FLAG_NOT_STARTED
 from rankcall.ring.tables import Group
@@ -261,6 +263,93 @@ def test_messages(tmp_path: Path, culprit: int, told: bool) -> None:
     (finding,) = diagnosed(tmp_path, calls).findings
     assert finding.stops
     assert (finding.kind, finding.ranks) == (("missing", (culprit,)) if told else ("stuck", ()))
+
+
+def messages_between(
+    sender: int, receiver: int, issued: Mapping[int, Iterable[int]], over: int, **fields: Any
+) -> list[Call]:
+    """Return messages from one line; those up to number ``over`` have ended.
+
+    Args:
+        sender: The rank that sends them.
+        receiver: The rank that receives them.
+        issued: By rank, when it issues each one, in ms.
+        over: The number of the last one that has ended.
+        **fields: Of all calls.
+    """
+    values = {"group": group_of(3), "line": 7, "flags": FLAG_DEVICE, "thread": 10, **fields}
+    return [
+        Call(
+            rank,
+            seq,
+            at * MS,
+            (at + 1) * MS if seq <= over else None,
+            "send" if rank == sender else "recv",
+            peer=receiver if rank == sender else sender,
+            api="isend" if rank == sender else "irecv",
+            **values,
+        )
+        for rank, times in issued.items()
+        for seq, at in enumerate(times, 1)
+    ]
+
+
+@pytest.mark.parametrize("busy", [1, 2])
+def test_hosts_of_a_pipeline_that_go_on_issuing(tmp_path: Path, busy: int) -> None:
+    """Rank 0 has not come to its fourth message; a host behind it is slow to issue the next steps.
+
+    That this host goes on is no sign that its device does: no call on it has ended for 70 s. And
+    what the slow host has not issued yet, the others' devices have not come to.
+    """
+    early, slow = range(1, 24), [1, 2, 3, *range(3000, 69_000, 3000)]
+    steps = {rank: slow if rank == busy else early for rank in (1, 2)}
+    gradients = {rank: [at + 1 for at in times] for rank, times in steps.items()}
+    if busy == 2:
+        gradients[2] = gradients[2][:3]
+    calls = [
+        *messages_between(0, 1, {0: [1, 2, 3], 1: steps[1]}, 3),
+        *messages_between(1, 2, steps, 3),
+        *messages_between(2, 1, gradients, 3),
+    ]
+    diagnosis = diagnosed(tmp_path, sorted(calls, key=lambda call: call.at))
+    assert causes(diagnosis) == [("missing", (0,))]
+    assert diagnosis.findings[0].seq == 4
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("over", "found"), [(0, []), (1, [("missing", (2,))])])
+def test_the_first_gradient_from_the_line_of_the_activations(
+    tmp_path: Path, on_device: bool, over: int, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """A line that has ended with other messages may be in its first step all the same."""
+    flags = FLAG_DEVICE if on_device else 0
+    early, gradients = [1, 2, 3], {1: [4, 5], 2: [4, 5][:over]}
+    calls = [
+        *messages_between(0, 1, {0: early, 1: early}, 3, flags=flags),
+        *messages_between(1, 2, {1: early, 2: early}, 3, flags=flags),
+        *messages_between(2, 1, gradients, over, flags=flags),
+    ]
+    snapshot = diagnosed(tmp_path, sorted(calls, key=lambda call: call.at)).snapshot
+    states = [replace(state, steps=0) for state in snapshot.ranks]
+    findings = find(replace(snapshot, ranks=states), 60)
+    assert [(finding.kind, finding.ranks) for finding in findings] == found
+
+
+@pytest.mark.parametrize(("on_device", "seconds"), [(False, 60), (True, 300)])
+def test_a_host_that_is_steps_ahead_of_the_first_step(
+    tmp_path: Path, on_device: bool, seconds: float
+) -> None:
+    """The device of a rank is in its first step as long as a call of that step is in flight."""
+    flags = FLAG_DEVICE if on_device else 0
+    ahead = [
+        replace(call, flags=flags, step=call.seq // 2)
+        for call in messages_between(0, 1, {0: range(1, 9), 1: [1, 2, 3]}, 0)
+    ]
+    diagnosis = diagnose_calls(tmp_path, ahead, states={})
+    snapshot = diagnosis.snapshot
+    states = [replace(state, steps=4) for state in snapshot.ranks]
+    allowed = patience(replace(snapshot, ranks=states), 60)
+    assert allowed[unfinished(snapshot.calls)] == pytest.approx(seconds)
 
 
 def test_on_the_cpu_a_slow_transfer_stops_nothing(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rankcall.analysis.snapshot import (
     GONE,
     P2P,
     Bools,
+    Calls,
     Snapshot,
     failed_for_good,
     invalid_calls,
@@ -43,7 +44,7 @@ from rankcall.analysis.verdicts.wait_graph import (
     cycles_in,
     waits_of,
 )
-from rankcall.record import FLAG_DEVICE
+from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE
 
 HANG_AFTER_S = 60.0
 FIRST_STEP = 5.0  # the first step may take so many times longer
@@ -162,19 +163,48 @@ def patience(snapshot: Snapshot, hang_after: float) -> Floats:
     """Return how long each call may be in flight, in s.
 
     A rank is in its first step while it has finished no step and the call in flight is the first
-    one from its line. A rank may take any time in a phase that it declared to take long.
+    one of its kind from its line. A device is in it for longer than its host, which runs ahead. A
+    rank may take any time in a phase that it declared to take long.
     """
     calls = snapshot.calls
     later = max(float(hang_after), LONG_STEPS * usual_step_s(snapshot))
     allowed = np.full(len(calls), later)
-    stepless = np.array([state.steps == 0 for state in snapshot.ranks], bool)[calls["rank"]]
+    stepless = _in_first_step(snapshot)
+    kind = _kinds_of_calls(calls)
     done = calls["status"] == COMPLETED
-    line = calls["rank"].astype(np.int64) * (len(snapshot.sites) + 1) + calls["site"]
-    seen = np.isin(line, line[done]) & (calls["site"] > 0)
+    seen = np.isin(kind, kind[done]) & (calls["site"] > 0)
     allowed[stepless & ~seen] = FIRST_STEP * hang_after
     declared = np.array([state.may_be_silent(hang_after) for state in snapshot.ranks], bool)
     allowed[declared[calls["rank"]]] = np.inf
     return allowed
+
+
+def _in_first_step(snapshot: Snapshot) -> Bools:
+    """Return which calls are of ranks that have finished no step; on devices, of such devices.
+
+    The device of a rank has not finished the first step while a call issued in it is in flight.
+    """
+    calls = snapshot.calls
+    stepless = np.array([state.steps == 0 for state in snapshot.ranks], bool)
+    on_device = calls["flags"] & FLAG_DEVICE != 0
+    behind = stepless.copy()
+    behind[calls["rank"][unfinished(calls) & on_device & (calls["step"] == 0)]] = True
+    in_first: Bools = np.where(on_device, behind[calls["rank"]], stepless[calls["rank"]])
+    return in_first
+
+
+def _kinds_of_calls(calls: Calls) -> npt.NDArray[np.int64]:
+    """Return a number for each call, the same for calls of one rank, line and kind.
+
+    A line of a program is not enough: a pipeline's step is one line, and its first gradient comes
+    long after its first activation, from a rank that does its first backward pass meanwhile.
+    """
+    kind = np.zeros(len(calls), np.int64)
+    for name in ("rank", "site", "group", "op", "dtype", "peer"):
+        values = calls[name].astype(np.int64)
+        low = values.min(initial=0)
+        kind = kind * (values.max(initial=0) - low + 1) + values - low
+    return kind
 
 
 def followed_after(snapshot: Snapshot, hang_after: float) -> Floats:
@@ -183,31 +213,59 @@ def followed_after(snapshot: Snapshot, hang_after: float) -> Floats:
 
 
 def held_for(snapshot: Snapshot) -> Floats:
-    """Return how long each call has held its rank up, in s.
+    """Return how long each call has held its rank or its device up, in s.
 
-    A message that was issued to be waited for later does not hold a rank up while the rank goes on.
-    Hosts run ahead of their devices, so a collective on a device may have been issued long before
-    the device comes to it. It has held the device up for no longer than since the last end of a
-    collective of its group was noticed: the collectives of a group end in order.
+    A message on the CPU that was issued to be waited for later does not hold a rank up while the
+    rank goes on.
+
+    Hosts run ahead of their devices, so a call on a device may have been issued long before the
+    device comes to it, and what the host has issued since is no sign that the device goes on. A
+    collective has held the device up for no longer than since the last end of a collective of its
+    group was noticed: those end in order. Messages keep no order, so one has held the device up for
+    no longer than since the last end of any call on it.
     """
-    calls = snapshot.calls
-    held = np.full(len(calls), np.inf)
+    calls, ranks = snapshot.calls, len(snapshot.ranks)
+    lasted: Floats = calls["age_s"].copy()
+    if not snapshot.live:
+        return lasted
+    rank = calls["rank"].astype(np.int64)
+    on_device, messages = calls["flags"] & FLAG_DEVICE != 0, calls["kind"] == P2P
     blocking = [number for number, site in enumerate(snapshot.sites) if site.api in BLOCKING]
-    loose = (calls["kind"] == P2P) & ~np.isin(calls["site"], blocking)
-    if loose.any() and snapshot.live:
-        quiet = np.full(len(snapshot.ranks), np.inf)
-        recent = np.fmin(calls["age_s"], calls["ended_s"])
-        np.minimum.at(quiet, calls["rank"], recent)
-        held[loose] = quiet[calls["rank"][loose]]
-    queued = (calls["kind"] == COLLECTIVE) & (calls["flags"] & FLAG_DEVICE != 0)
-    if queued.any() and snapshot.live:
-        queue = calls["rank"].astype(np.int64) * (len(snapshot.groups) + 1) + calls["group"]
-        since_end = np.full(len(snapshot.ranks) * (len(snapshot.groups) + 1), np.inf)
-        over = queued & (calls["status"] == COMPLETED)
-        np.fmin.at(since_end, queue[over], calls["ended_s"][over])
-        held[queued] = np.minimum(held[queued], since_end[queue[queued]])
-    lasted: Floats = np.minimum(calls["age_s"], held)
+    loose = messages & ~np.isin(calls["site"], blocking)
+    host_went_on = np.fmin(calls["age_s"], calls["ended_s"])
+    # If the end of a call cannot be known, its issue is all that tells when the device went on.
+    is_unknown = on_device & (calls["flags"] & FLAG_ABANDONED != 0)
+    device_went_on = np.where(is_unknown, calls["age_s"], np.inf)
+    is_over = on_device & (calls["status"] == COMPLETED)
+    device_went_on[is_over] = calls["ended_s"][is_over]
+    rows = loose & ~on_device
+    _limit(lasted, rows, host_went_on, rank, ranks)
+    rows = messages & on_device
+    _limit(lasted, rows & loose, np.where(on_device, device_went_on, host_went_on), rank, ranks)
+    _limit(lasted, rows & ~loose, device_went_on, rank, ranks)
+    rows = on_device & (calls["kind"] == COLLECTIVE)
+    ended = np.where(is_over & rows, calls["ended_s"], np.inf)
+    groups = len(snapshot.groups) + 1
+    _limit(lasted, rows, ended, rank * groups + calls["group"], ranks * groups)
     return lasted
+
+
+def _limit(
+    lasted: Floats, rows: Bools, went_on: Floats, queue: npt.NDArray[np.int64], queues: int
+) -> None:
+    """Let calls in ``rows`` have lasted no longer than since their queue last went on.
+
+    Args:
+        lasted: The seconds that each call has lasted; changed in place.
+        rows: The calls that a sign of their queue's progress concerns.
+        went_on: How long ago each call showed that its queue went on, in s; infinity: not at all.
+        queue: The queue of each call.
+        queues: How many there are.
+    """
+    if rows.any():
+        since = np.full(queues, np.inf)
+        np.fmin.at(since, queue, went_on)
+        lasted[rows] = np.minimum(lasted[rows], since[queue[rows]])
 
 
 def _left_behind(snapshot: Snapshot) -> Bools:
