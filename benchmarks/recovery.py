@@ -15,7 +15,7 @@ job runs below three launchers, each with the same threshold for a hang:
 the best of the others. ``verdict_to_step_beyond_start_s``: ours, less what the same script takes
 from the start of its processes to its first step when nothing has failed.
 
-``--campaign SECONDS`` runs random faults against one job instead (``recovery_campaign.py``), and
+``--campaign SECONDS`` runs random faults against some jobs instead (``recovery_campaign.py``), and
 prints ``faults`` and ``violations``.
 """
 
@@ -158,14 +158,18 @@ def main() -> None:
     parser.add_argument("--hang-after", type=float, default=5.0, help="seconds")
     parser.add_argument("--ft-launcher", type=Path, help="NVRx's program, in any environment")
     parser.add_argument("--campaign", type=float, metavar="SECONDS", help="strike at random")
-    parser.add_argument("--nodes", type=int, default=3, help="of the campaign")
+    parser.add_argument("--jobs", type=int, default=3, help="of the campaign, at the same time")
+    parser.add_argument("--kinds", default="", help="of the campaign's faults; default: all")
     parser.add_argument("--seed", type=int, help="of the campaign; without it, a new one")
     options = parser.parse_args()
     if options.campaign is not None:
         import recovery_campaign
 
         seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
-        figures = recovery_campaign.run(options.nodes, options.campaign, seed, options.hang_after)
+        kinds = options.kinds.split(",") if options.kinds else ()
+        figures = recovery_campaign.run(
+            options.jobs, options.campaign, seed, options.hang_after, kinds
+        )
         print(json.dumps(figures))
         raise SystemExit(figures["violations"] > 0)
     times: dict[str, list[float]] = {"rankcall": [], "torchrun": [], "ft_launcher": []}

@@ -1,22 +1,37 @@
-"""A campaign of random faults against one job that carries on: ``recovery.py --campaign``.
+"""Campaigns of random faults against jobs that carry on: ``recovery.py --campaign``.
 
-Each node is a network namespace with a launcher of its own, ``rankcall run --on-hang recover``, and
-one rank; torchrun's rendezvous joins them. Faults strike at random, from a seed that is printed:
+Each node is a network namespace with a launcher of its own, ``rankcall run --on-hang recover``, a
+small file system of its own, and one rank; torchrun's rendezvous joins them. Workers are forked
+from their launcher, in which torch is imported already (torchrun's ``--start-method fork`` with
+``--run-path``): the start of Python and torch is no part of what is tried here, and would be most
+of the time. Several jobs run at once, each with three to six nodes.
 
-========  ==========================================================================
-kill      SIGKILL to a rank
-stop      SIGSTOP to a rank
-hang      a rank sleeps between two calls
-raise     a rank raises an exception, once
-two       SIGKILL to two ranks on two nodes
-again     SIGKILL to a rank, and to one of the next attempt as soon as it starts
-========  ==========================================================================
+Faults strike at random. Each one has a seed, which is printed:
 
-What must hold, each breach being a violation: after each fault, the job takes a step that it had
-not taken before; no process of an attempt lives when one of the next begins; all launchers end
-with 0, and the weights are those of a job without faults; no process and no ring is left.
+==========  ========================================================================
+kill        SIGKILL to a rank
+stop        SIGSTOP to a rank
+hang        a rank sleeps between two calls
+raise       a rank raises an exception, once
+two         SIGKILL to two ranks on two nodes
+again       SIGKILL to a rank, and to one of the next attempt as soon as it starts
+stop_again  SIGKILL to a rank, and SIGSTOP to one of the next attempt as soon as it starts
+launcher    SIGKILL to a launcher that does not host the store
+store_host  SIGKILL to all processes of the node that hosts the store
+cut         the network of a node is down for longer than a call may take
+disk_full   the file system of a node is full while one of its ranks is killed
+loop        a rank raises an exception at the same step in each attempt
+==========  ========================================================================
 
-The host of the store is not killed, nor are launchers: torchrun's agents do not survive either.
+The campaign does what a scheduler does: it starts a launcher again that has ended, and all of them
+once the host of the store is gone. What must hold, each breach being a violation:
+
+* After each fault, the job takes a step that it had not taken before.
+* No process of an attempt lives when one of the next begins.
+* A launcher ends by itself only if its network or its store's host is gone, or with the others if
+  the policy ends the job. The policy ends it only in a crash loop, and then names the right rank.
+* At the end, all launchers end with 0, the weights are those of a job without faults, and no
+  process and no ring is left.
 """
 
 from __future__ import annotations
@@ -25,6 +40,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -33,31 +49,49 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
 MARK = "RANKCALL_CAMPAIGN"
-KINDS = ("kill", "stop", "hang", "raise", "two", "again")
-START_S, RECOVER_S, END_S = 300.0, 300.0, 300.0  # deadlines: a busy machine starts slowly
-PORT = 29411  # each campaign has its own network
+# Deadlines: a busy machine starts slowly.
+START_S, RECOVER_S, END_S = 300.0, 240.0, 300.0
+START_AGAIN_S = 1.0  # after which a scheduler starts a launcher again
+PORT = 29411  # each job has its own network
+DISK_BYTES = 32 << 20  # of a node
+REPEATS = 65
+GENERATION = 100_000  # rendezvous of a job's store: more than any has
 JOB = """
-import fcntl, glob, json, os, sys, time
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its launcher's handlers
+import _rankcall_hook
+_rankcall_hook.install()
+import fcntl, glob, json, time
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist  # torch.distributed was imported before the hook
 import rankcall
 
 folder, rank = sys.argv[1], int(os.environ["RANK"])
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+attempt = int(os.environ["CAMPAIGN_GENERATION"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 def path(name):
     return os.path.join(folder, name)
 
 def write(name, content):
-    with open(path(f"new.{name}"), "w") as file:
+    new = path(f"new.{name}.{os.getpid()}")
+    with open(new, "w") as file:
         json.dump(content, file)
-    os.replace(path(f"new.{name}"), path(name))
+    os.replace(new, path(name))
+
+def planted(kind):
+    try:
+        os.unlink(path(f"fault.{kind}.{rank}"))
+    except FileNotFoundError:
+        return False
+    return True
 
 # A process holds the lock of its attempt as long as it lives.
 own = os.open(path(f"alive.{attempt}"), os.O_RDWR | os.O_CREAT)
@@ -82,16 +116,12 @@ if os.path.exists(path("checkpoint")):
     step, last = saved["step"], saved["last"]
     model.load_state_dict(saved["model"])
 while step != last:
-    try:
-        os.unlink(path(f"fault.hang.{rank}"))
+    if planted("hang"):
         time.sleep(10000)
-    except FileNotFoundError:
-        pass
-    try:
-        os.unlink(path(f"fault.raise.{rank}"))
+    if planted("raise"):
         raise ValueError(f"planted at step {step}")
-    except FileNotFoundError:
-        pass
+    if os.path.exists(path(f"fault.loop.{rank}")):
+        raise ValueError("planted in each attempt")
     model(torch.full((4,), float(step % 7 + rank))).sum().backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -114,7 +144,7 @@ dist.destroy_process_group()
 
 
 def _ran(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 @contextlib.contextmanager
@@ -140,129 +170,168 @@ def network(nodes: int) -> Iterator[list[str]]:
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, check=False)
 
 
-class Campaign:
-    """One job, and the faults against it."""
+@contextlib.contextmanager
+def disks(folder: Path, nodes: int) -> Iterator[list[Path]]:
+    """Make a small file system for each node; yield where they are mounted."""
+    places = [folder / f"disk-{number}" for number in range(nodes)]
+    try:
+        for place in places:
+            place.mkdir()
+            _ran("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place))
+        yield places
+    finally:
+        for place in places:
+            subprocess.run(("umount", "-l", str(place)), capture_output=True, check=False)
 
-    def __init__(self, names: list[str], folder: Path, memory: Path, hang_after: float) -> None:
-        self._names, self._folder, self._memory = names, folder, memory
+
+class Violated(Exception):
+    """What must hold did not; says what."""
+
+
+class Job:
+    """One job, and its scheduler."""
+
+    def __init__(
+        self, names: Sequence[str], folder: Path, places: Sequence[Path], hang_after: float
+    ) -> None:
+        self.names, self.folder, self.places = names, folder, places
         self._hang_after = hang_after
         self._mark = uuid.uuid4().hex
+        self._generation = 0
         (folder / "job.py").write_text(JOB)
-        self.violations: list[str] = []
-        self.faults: Counter[str] = Counter()
-        self.seconds: list[float] = []
-        self._launchers = [self._launch(number) for number in range(len(names))]
+        self.launchers = [self._launch(number) for number in range(len(names))]
+        # When a launcher that has ended is started again; of those that the campaign lets end.
+        self._again_at: dict[int, float] = {}
+        self.may_end: set[int] = set()
 
     def _launch(self, number: int) -> subprocess.Popen[bytes]:
-        memory = self._memory / f"node-{number}"
-        memory.mkdir(parents=True)
-        command = ["ip", "netns", "exec", self._names[number], str(BIN / "rankcall"), "run"]
+        place = self.places[number]
+        command = ["ip", "netns", "exec", self.names[number], str(BIN / "rankcall"), "run"]
         command += ["--capture", "python", "--on-hang", "recover", "--max-recoveries", "100000"]
-        command += ["--hang-after", f"{self._hang_after:g}", "--run-dir", f"run-{number}"]
-        command += ["--nnodes", str(len(self._names)), "--nproc-per-node", "1"]
+        command += ["--hang-after", f"{self._hang_after:g}", "--run-dir", str(place / "run")]
+        command += ["--start-method", "fork", "--run-path"]
+        command += ["--nnodes", str(len(self.names)), "--nproc-per-node", "1"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.79.0.1:{PORT}"]
         command += ["--rdzv-id", "campaign", "--rdzv-conf", f"is_host={int(number == 0)}"]
-        command += ["--local-addr", f"10.79.0.{number + 1}", "job.py", str(self._folder)]
+        command += ["--local-addr", f"10.79.0.{number + 1}", "job.py", str(self.folder)]
+        memory = place / "memory"
+        memory.mkdir(exist_ok=True)
         env = {**os.environ, "RANKCALL_HOST": f"node-{number}", "RANKCALL_SHM": str(memory)}
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", MARK: self._mark}
-        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
-        with (self._folder / f"output-{number}").open("wb") as output:
-            return subprocess.Popen(
-                command, cwd=self._folder, env=env, stdout=output, stderr=output
-            )
+        env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        env["CAMPAIGN_GENERATION"] = str(self._generation)
+        with (self.folder / f"output-{number}").open("ab") as output:
+            return subprocess.Popen(command, cwd=self.folder, env=env, stdout=output, stderr=output)
 
     def read(self, name: str) -> Any:
         """Return what the job has written; None if it has not."""
         try:
-            return json.loads((self._folder / name).read_text())
+            return json.loads((self.folder / name).read_text())
         except FileNotFoundError:
             return None
 
-    def progressed(self, beyond: int, later_than: int, seconds: float) -> bool:
-        """Wait until an attempt after one has come beyond a step; return whether it has."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            step, attempt = self.read("progress") or (0, -1)
-            if step > beyond and attempt > later_than:
-                return True
-            if any(launcher.poll() is not None for launcher in self._launchers):
-                return False
-            time.sleep(0.1)
-        return False
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The step that the job has saved, and the attempt that did."""
+        step, attempt = self.read("progress") or (0, -1)
+        return step, attempt
 
-    def strike(self, kind: str, chosen: random.Random) -> None:
-        """Strike with one fault, and wait until the job has got over it."""
-        step, attempt = self.read("progress")
-        ranks = chosen.sample(range(len(self._names)), 2)
-        began = time.monotonic()
-        self.faults[kind] += 1
-        if kind in ("hang", "raise"):
-            (self._folder / f"fault.{kind}.{ranks[0]}").touch()
-        else:
-            number = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
-            for rank in ranks[: 2 if kind == "two" else 1]:
-                self._signal(rank, number, attempt)
-        if kind == "again":
-            self._strike_next(ranks[1], attempt)
-        if self.progressed(step, attempt, RECOVER_S):
-            self.seconds.append(time.monotonic() - began)
-        else:
-            self.violations.append(f"no new step after {kind} on ranks {ranks} at step {step}")
+    def tend(self) -> None:
+        """Start launchers again that have ended and may. Raises ``Violated`` if one may not."""
+        if self.launchers[0].poll() is not None:
+            self._start_all_again()
+            return
+        for number, launcher in enumerate(self.launchers):
+            if launcher.poll() is None:
+                continue
+            if number not in self.may_end:
+                raise Violated(f"the launcher of node {number} ended: {launcher.returncode}")
+            at = self._again_at.setdefault(number, time.monotonic() + START_AGAIN_S)
+            if time.monotonic() >= at:
+                del self._again_at[number]
+                self.launchers[number] = self._launch(number)
 
-    def _signal(self, rank: int, number: signal.Signals, attempt: int) -> None:
-        pid, its_attempt = self.read(f"pid.{rank}")
-        if its_attempt >= attempt:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def _strike_next(self, rank: int, attempt: int) -> None:
-        deadline = time.monotonic() + RECOVER_S
-        while time.monotonic() < deadline:
-            if self.read(f"pid.{rank}")[1] > attempt:
-                self.faults["again"] += 1
-                self._signal(rank, signal.SIGKILL, attempt + 1)
-                return
-            time.sleep(0.02)
-
-    def finish(self) -> None:
-        """Let the job come to its end, and check what must hold then."""
-        (self._folder / "finish").touch()
+    def _start_all_again(self) -> None:
+        """Wait until all launchers and their processes are gone, and start the job again."""
+        if 0 not in self.may_end:
+            raise Violated(f"the launcher of node 0 ended: {self.launchers[0].returncode}")
         deadline = time.monotonic() + END_S
-        for number, launcher in enumerate(self._launchers):
+        while self.pids() or any(launcher.poll() is None for launcher in self.launchers):
+            if time.monotonic() > deadline:
+                raise Violated(f"{len(self.pids())} processes outlive the store's host")
+            time.sleep(0.2)
+        self._generation += GENERATION
+        self._again_at.clear()
+        self.launchers = [self._launch(number) for number in range(len(self.names))]
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until a condition holds, and be the scheduler meanwhile; return whether it does."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            self.tend()
+            time.sleep(0.1)
+        return True
+
+    def signal_rank(self, rank: int, number: signal.Signals, attempt: int) -> bool:
+        """Send a signal to a rank of an attempt or of a later one; return whether there is one."""
+        pid, its_attempt = self.read(f"pid.{rank}") or (0, -1)
+        if its_attempt < attempt:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return True
+
+    def pids(self, host: str = "") -> list[int]:
+        """Return the processes of this job that run; of one host, if one is given."""
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                variables = environ.read_bytes().split(b"\0")
+                is_ours = f"{MARK}={self._mark}".encode() in variables
+                if is_ours and (not host or f"RANKCALL_HOST={host}".encode() in variables):
+                    found.append(int(environ.parent.name))
+        return found
+
+    def end_all(self) -> int:
+        """End what is left of the job; return how many processes that were."""
+        left = self.pids()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for launcher in self.launchers:
+            launcher.wait()
+        return len(left)
+
+    def finish(self) -> Iterator[str]:
+        """Let the job come to its end; yield what did not hold."""
+        (self.folder / "finish").touch()
+        deadline = time.monotonic() + END_S
+        for number, launcher in enumerate(self.launchers):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.1, deadline - time.monotonic()))
             if launcher.poll() != 0:
-                self.violations.append(f"the launcher of node {number} ended: {launcher.poll()}")
-        left = self._end_all()
+                yield f"the launcher of node {number} ended: {launcher.poll()}"
+        left = self.end_all()
         if left:
-            self.violations.append(f"{left} processes were left")
-        rings = [str(ring) for ring in self._memory.rglob("*.ring")]
+            yield f"{left} processes were left"
+        rings = [str(ring) for place in self.places for ring in (place / "memory").rglob("*.ring")]
         if rings:
-            self.violations.append(f"rings were left: {rings}")
-        self.violations += [
-            f"two attempts: {file.read_text()}" for file in self._folder.glob("breach.*")
-        ]
+            yield f"rings were left: {rings}"
         if not self._has_right_weights():
-            self.violations.append("the weights are not those of a job without faults")
+            yield "the weights are not those of a job without faults"
 
-    def _end_all(self) -> int:
-        """End what is left of the job; return how many processes that were."""
-        left = 0
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"{MARK}={self._mark}".encode() in environ.read_bytes():
-                    os.kill(int(environ.parent.name), signal.SIGKILL)
-                    left += 1
-        for launcher in self._launchers:
-            launcher.wait()
-        return left
+    def breaches(self) -> list[str]:
+        """Return where two attempts lived at once."""
+        return [f"two attempts: {file.read_text()}" for file in self.folder.glob("breach.*")]
 
     def _has_right_weights(self) -> bool:
         """Take the same steps without a fault. All values are exact in binary."""
         import torch
 
-        saved = torch.load(self._folder / "checkpoint")
-        weight, bias, world = torch.zeros(4, 4), torch.zeros(4), len(self._names)
+        saved = torch.load(self.folder / "checkpoint")
+        weight, bias, world = torch.zeros(4, 4), torch.zeros(4), len(self.names)
         for step in range(saved["step"]):
             weight -= 0.125 * sum(step % 7 + rank for rank in range(world))
             bias -= 0.125 * world
@@ -271,35 +340,229 @@ class Campaign:
         return is_over and torch.equal(model["weight"], weight) and torch.equal(model["bias"], bias)
 
 
-def run(nodes: int, seconds: float, seed: int, hang_after: float) -> dict[str, Any]:
-    """Run a campaign; return its figures."""
-    chosen = random.Random(seed)
-    print(f"seed {seed}", flush=True)
+class Fault:
+    """One fault against a job, from a seed."""
+
+    def __init__(self, job: Job, kind: str, chosen: random.Random, hang_after: float) -> None:
+        self._job, self.kind, self._hang_after = job, kind, hang_after
+        nodes = range(len(job.names))
+        self.ranks = chosen.sample(nodes, 2)
+        self._other = chosen.choice(nodes[1:])  # a node that does not host the store
+        self._seconds = chosen.uniform(0.5, 2.5) * hang_after
+        self.count = 2 if kind in ("two", "again", "stop_again") else 1
+
+    def strike(self) -> None:
+        """Strike, and wait until the job has got over it. Raises ``Violated`` if it has not."""
+        step, attempt = self._job.progress
+        with contextlib.ExitStack() as after:
+            later_than = getattr(self, f"_{self.kind}")(step, attempt, after)
+            if not self._job.wait_for(lambda: self._is_over(step, later_than), RECOVER_S):
+                raise Violated(f"no new step after step {step} of attempt {attempt}")
+        self._job.may_end.clear()
+        if self._job.breaches():
+            raise Violated("; ".join(self._job.breaches()))
+        # A launcher that has just ended, or does so now, may have been let end by this fault only.
+        self._job.tend()
+
+    def _is_over(self, step: int, later_than: int) -> bool:
+        now, attempt = self._job.progress
+        return now > step and attempt > later_than
+
+    def _plant(self, name: str) -> Path:
+        file = self._job.folder / f"fault.{name}"
+        file.touch()
+        return file
+
+    def _kill(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        self._job.signal_rank(self.ranks[0], signal.SIGKILL, attempt)
+        return attempt
+
+    def _stop(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        self._job.signal_rank(self.ranks[0], signal.SIGSTOP, attempt)
+        return attempt
+
+    def _hang(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        self._plant(f"hang.{self.ranks[0]}")
+        return attempt
+
+    def _raise(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        self._plant(f"raise.{self.ranks[0]}")
+        return attempt
+
+    def _two(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        for rank in self.ranks:
+            self._job.signal_rank(rank, signal.SIGKILL, attempt)
+        return attempt
+
+    def _again(
+        self,
+        step: int,
+        attempt: int,
+        after: contextlib.ExitStack,
+        number: signal.Signals = signal.SIGKILL,
+    ) -> int:
+        self._kill(step, attempt, after)
+        struck = lambda: self._job.signal_rank(self.ranks[1], number, attempt + 1)  # noqa: E731
+        if not self._job.wait_for(struck, RECOVER_S):
+            raise Violated(f"no new process of rank {self.ranks[1]}")
+        return int(self._job.read(f"pid.{self.ranks[1]}")[1])
+
+    def _stop_again(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        return self._again(step, attempt, after, signal.SIGSTOP)
+
+    def _launcher(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        self._job.may_end.add(self._other)
+        self._job.launchers[self._other].kill()
+        return attempt
+
+    def _store_host(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        self._job.may_end.update(range(len(self._job.names)))
+        for pid in self._job.pids("node-0"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return attempt
+
+    def _cut(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        """Take a node off the network, for longer than a call may take or not as long."""
+        link = "ip", "-n", self._job.names[self._other], "link", "set", "cable"
+        self._job.may_end.update(range(len(self._job.names)))
+        _ran(*link, "down")
+        try:
+            until = time.monotonic() + self._seconds
+            self._job.wait_for(lambda: time.monotonic() > until, self._seconds + 1)
+        finally:
+            _ran(*link, "up")
+        return -1
+
+    def _disk_full(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        filler = self._job.places[self.ranks[0]] / "filler"
+        after.callback(filler.unlink)
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        return self._kill(step, attempt, after)
+
+    def _loop(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        """Have the policy end the job, and start it again without the fault."""
+        rank, launchers = self.ranks[0], self._job.launchers
+        planted = self._plant(f"loop.{rank}")
+        deadline = time.monotonic() + RECOVER_S
+        while any(launcher.poll() is None for launcher in launchers):
+            if time.monotonic() > deadline:
+                raise Violated("a crash loop does not end")
+            time.sleep(0.1)
+        planted.unlink()
+        if launchers[rank].returncode != REPEATS:
+            raise Violated(f"a crash loop ended with {launchers[rank].returncode}")
+        outcome = json.loads((self._job.places[rank] / "run/outcome.json").read_text())
+        failure = outcome["failure"] or {}
+        told = outcome["outcome"], failure.get("ranks"), failure.get("family")
+        if told != ("repeats", [rank], "program") or "planted" not in failure["line"]:
+            raise Violated(f"a crash loop of rank {rank} was told as {told}, {failure}")
+        self._job.may_end.update(range(len(self._job.names)))
+        return attempt
+
+
+KINDS = tuple(
+    name[1:]
+    for name, member in vars(Fault).items()
+    if re.fullmatch("_[a-z][a-z_]*", name)
+    and name not in ("_is_over", "_plant")
+    and callable(member)
+)
+
+
+@dataclass
+class Result:
+    """What became of one job."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each kind
+    nodes: int = 0
+
+
+def _run_job(seed: str, seconds: float, hang_after: float, kinds: Sequence[str]) -> Result:
+    """Strike one job until the time is over, or something does not hold."""
+    chosen, result = random.Random(seed), Result()
+    result.nodes = chosen.randint(3, 6)
     with (
-        network(nodes) as names,
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        network(result.nodes) as names,
+        tempfile.TemporaryDirectory() as name,
+        disks(Path(name), result.nodes) as places,
     ):
-        campaign = Campaign(names, Path(folder), Path(memory), hang_after)
-        if campaign.progressed(0, -1, START_S):
-            until = time.monotonic() + seconds
-            while time.monotonic() < until and not campaign.violations:
-                kind = chosen.choice(KINDS)
-                campaign.strike(kind, chosen)
-                print(f"{kind}: {'no recovery' if campaign.violations else 'over'}", flush=True)
-                time.sleep(chosen.random())
-        else:
-            campaign.violations.append("the job did not start")
-        campaign.finish()
-        if campaign.violations:
-            for output in sorted(Path(folder).glob("output-*")):
-                print(f"{output.name}:\n{output.read_text(errors='replace')[-4000:]}")
+        job = Job(names, Path(name), places, hang_after)
+        try:
+            if not job.wait_for(lambda: job.progress[0] > 0, START_S):
+                raise Violated("the job did not start")
+            until, number = time.monotonic() + seconds, 0
+            while time.monotonic() < until and (number == 0 or seconds):
+                _strike(job, f"{seed}.{number}", hang_after, kinds, result)
+                number += 1
+                time.sleep(chosen.random() / 2)
+            result.violations += job.finish()
+        except Violated as violated:
+            result.violations.append(f"{seed}: {violated}")
+        finally:
+            job.end_all()
+        if result.violations:
+            for output in sorted(job.folder.glob("output-*")):
+                text = output.read_text(errors="replace")
+                lines = [line for line in text.splitlines() if "rankcall" in line.lower()]
+                print(f"{seed} {output.name}:\n" + "\n".join(lines[-25:]), flush=True)
+                kept = os.environ.get("CAMPAIGN_KEEP")
+                if kept:
+                    Path(kept, f"{seed}.{output.name}").write_text(text)
+    return result
+
+
+def _strike(job: Job, seed: str, hang_after: float, kinds: Sequence[str], result: Result) -> None:
+    chosen = random.Random(seed)
+    fault = Fault(job, chosen.choice(kinds), chosen, hang_after)
+    result.faults[fault.kind] += fault.count
+    began = time.monotonic()
+    try:
+        fault.strike()
+    except Violated as violated:
+        raise Violated(f"{fault.kind} on {fault.ranks} ({seed}): {violated}") from violated
+    result.seconds.setdefault(fault.kind, []).append(time.monotonic() - began)
+    print(f"{seed} {fault.kind}: over after {result.seconds[fault.kind][-1]:.1f} s", flush=True)
+
+
+def run(
+    jobs: int, seconds: float, seed: int, hang_after: float, kinds: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run a campaign of several jobs at once; return its figures.
+
+    A job that has a violation ends, and another one takes its place.
+    """
+    print(f"seed {seed}", flush=True)
+    until = time.monotonic() + seconds
+
+    def one_after_another(job: int) -> list[Result]:
+        results: list[Result] = []
+        while not results or time.monotonic() < until - START_S / 10:
+            name = f"{seed}.{job}.{len(results)}"
+            left = max(0.0, until - time.monotonic())
+            results.append(_run_job(name, left, hang_after, kinds or KINDS))
+        return results
+
+    with ThreadPoolExecutor(jobs) as pool:
+        results = [
+            result for of_one in pool.map(one_after_another, range(jobs)) for result in of_one
+        ]
+    faults = sum((result.faults for result in results), Counter[str]())
+    times: dict[str, list[float]] = {}
+    for result in results:
+        for kind, values in result.seconds.items():
+            times.setdefault(kind, []).extend(values)
+    violations = [violation for result in results for violation in result.violations]
     return {
-        "faults": campaign.faults.total(),
-        "violations": len(campaign.violations),
-        "what": campaign.violations,
-        "kinds": dict(campaign.faults),
-        "nodes": nodes,
-        "recovery_s": round(statistics.median(campaign.seconds), 1) if campaign.seconds else None,
+        "faults": faults.total(),
+        "violations": len(violations),
+        "what": violations,
+        "kinds": dict(faults),
+        "nodes": [result.nodes for result in results],
+        "recovery_s": {kind: round(statistics.median(values), 1) for kind, values in times.items()},
         "seed": seed,
     }
