@@ -145,6 +145,17 @@ def test_the_job_keeps_what_it_needs(
     assert "stays: the job needs 2 nodes" in three[1].said[-1]
 
 
+def test_a_job_that_needs_all_of_its_nodes(
+    nodes: Callable[[str, int, int], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that is to leave such a job stays, without a wait for others at each restart."""
+    monkeypatch.setattr(module, "_OTHERS_COME_S", WAIT_S)
+    node = nodes("node-a", 2, 2)
+    slept: list[float] = []
+    assert node.rendezvous.why_needed(slept.append) == "the job needs all of its 2 nodes"
+    assert not slept
+
+
 def test_a_node_that_is_not_well(
     nodes: Callable[[str, int, int], Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,8 @@ class Rendezvous:
         if self.hosts_store():
             return "it hosts the store of the rendezvous, and all nodes would end with it"
         least, deadline = self._handler.settings.min_nodes, time.monotonic() + _OTHERS_COME_S
+        if least == self._handler.settings.max_nodes:  # no other node can make up for it
+            return f"the job needs all of its {least} nodes"
         while (others := self._others()) < least:
             if time.monotonic() >= deadline:
                 return f"the job needs {least} nodes, and {others} others are there"
