@@ -65,7 +65,7 @@ class Cause:
     verdict_ns: int
     ended_ns: int
     verdict: str
-    is_own: bool = True  # False: the culprits' error says that a connection to another rank broke
+    is_own: bool = True  # False: the error says that a connection to another rank broke
 
 
 def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
@@ -200,6 +200,8 @@ def _cause(
     culprits = finding.ranks
     errors = [headers[rank].failure for rank in culprits if rank in headers]
     error = next((text for text in errors if text), "")
+    if not verdict and not errors:
+        error = _lost_peer(attempt, headers)
     code = next((attempt.codes[rank] for rank in culprits if rank in attempt.codes), None)
     line = finding.culprit_line or finding.call_site
     if finding.kind == "dead":
@@ -215,6 +217,18 @@ def _cause(
         verdict=verdict,
         is_own=bool(verdict) or not is_of_peer(error),
     )
+
+
+def _lost_peer(attempt: Attempt, headers: Mapping[int, Header]) -> str:
+    """Return the error of this node's workers if it only says that a peer was gone; else ''.
+
+    If another node's workers are killed, this node has no records of them, and names those that it
+    waited for. Without this error it would not be clear what is at fault, and a job that loses one
+    machine after the other would end as one whose program fails again and again.
+    """
+    errors = [headers[rank].failure for rank in attempt.codes if rank in headers]
+    known = [text for text in errors if text]
+    return known[0] if known and all(map(is_of_peer, known)) else ""
 
 
 def _progress(headers: Collection[Header]) -> tuple[int, int, int]:
