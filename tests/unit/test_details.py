@@ -180,3 +180,25 @@ def test_nothing_to_see(tmp_path: Path) -> None:
     assert np.isnan(alone.lateness.maps[0].late_ms).all()
     twice = [*together(1, [0, MS], 2 * MS, PAIR), *together(1, [0, MS], 2 * MS, PAIR, attempt=1)]
     assert detail(load(write_world(tmp_path / "d", twice))).splits[0].waiting_ms == 2.0
+
+
+def test_maps_of_ranks_that_belong_together(tmp_path: Path) -> None:
+    """A row of several ranks is the mean of theirs; each rank is in one row of each map."""
+    groups = {"tp": [list(range(at, at + 4)) for at in (0, 4, 8)]}
+    program = (Op(message_bytes=1 << 20, line=41), Op("all_gather", 1 << 16, family="tp", line=57))
+    synthetic_run(tmp_path / "run", 12, 240, hosts=6, program=program, groups=groups, straggler=7)
+    late = detail(load(tmp_path / "run")).lateness
+    every = late.maps[0].late_ms
+    assert not np.isnan(every).any()
+    rows_of = {
+        "hosts": [[at, at + 1] for at in range(0, 12, 2)],
+        "tp: places in the groups": [[at, at + 4, at + 8] for at in range(4)],
+        "tp: groups": groups["tp"],
+    }
+    assert [folded.title for folded in late.folded] == list(rows_of)
+    for folded in late.folded:
+        rows = rows_of[folded.title]
+        # Each rank takes part in as many collectives as the others, so means of means are right.
+        assert np.allclose(folded.late_ms, [every[ranks].mean(axis=0) for ranks in rows])
+        assert len(folded.names) == len(rows)
+    assert late.folded[2].names == ["ranks 0-3", "ranks 4-7", "ranks 8-11"]

@@ -220,6 +220,41 @@ def test_the_map_hovers_zooms_and_filters(page: Any) -> None:
     )
 
 
+def test_the_map_folds_by_host_and_dimension(page: Any) -> None:
+    """Rows that are hosts, or places in a dimension, have their own names, and show the mean."""
+    names = page.locator("#map .hosts:not([hidden])")
+    page.locator("#map-group").select_option(label="hosts")
+    assert names.inner_text().split() == ["node-0", "node-1", "node-2", "node-3"]
+    point(page, "#map .window", 0.5, 1.5 / 4)
+    assert tip(page).startswith("node-1, the mean\n")
+    page.locator("#map-group").select_option(label="tp: places in the groups")
+    assert names.inner_text().split("\n") == ["tp 0", "tp 1", "tp 2", "tp 3"]
+    page.locator("#map-group").select_option(label="all groups")
+    assert names.inner_text().split("\n")[:2] == ["rank 0", "rank 1"]
+    point(page, "#map .window", 0.5, 5.5 / 16)
+    assert tip(page).startswith("rank 5 (node-1)\n")
+
+
+def test_the_picture_of_all_moments(page: Any) -> None:
+    """Pointing at a moment names the rank and the time."""
+    point(page, "#timeline .window", 0.5, 5.5 / 16)
+    assert re.match(r"rank 5 \(node-1\)\n[\d.]+ m?s to [\d.]+ m?s$", tip(page)), tip(page)
+    page.mouse.move(5, 5)
+    assert tip(page) == ""
+
+
+def test_call_sites_as_a_tree(page: Any) -> None:
+    """Folded until it is asked for; then the slowest file and function are open."""
+    tree = page.locator("#site-tree")
+    assert not tree.locator(".branch").first.is_visible()
+    tree.locator("summary").first.click()
+    assert tree.locator(".branch > summary .code").first.inner_text() == "train.py"
+    assert tree.locator("li:visible").count() == 2  # the send and the receive of send_forward
+    tree.locator("summary", has_text="train_step").click()
+    assert "loss.backward()" in tree.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
 def test_curves_choose_and_hover(page: Any) -> None:
     """Choosing a group shows its points and its peers' median beside them."""
     page.locator("#curve").select_option(label="all_gather, group tp:8")

@@ -5,6 +5,8 @@
     clocks, collectives               the ops of each group, lined up over its members
     arrivals, waiting, charging       who came last, who waited, and who bears that
     measuring, lateness, stragglers   durations, and the rule by which ranks are called stragglers
+    call_sites, dimensions            the lines that issue calls, and the parallelism of a job
+    timeline                          what each rank did when
     run_tables, summary               one call from a run to all figures of a report or a page
     snapshot                          where every rank stands at one moment
     run_snapshot                      one call from a run to its snapshot, by these parts:

@@ -8,31 +8,39 @@ with device times, because an op that was issued has not begun.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.arrivals import SYNC, Block, Floats, blocks
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
+from rankcall.analysis.dimensions import dimensions_of, purpose_of
 from rankcall.analysis.run_tables import RunTables
+from rankcall.ranks import with_noun
 
 MOST_ROWS = 512  # of a map: a page shows one in so many pixels
 _MOST_CELLS = 1 << 20  # of all maps: 16 MiB of sums and counts, if the fewest bins allow it
 _MOST_BINS, _LEAST_BINS = 480, 60  # of time: half the width of a page; fewer show no course
 _MOST_FAMILIES = 12  # maps beside that of all groups
+_MOST_FOLDS = 9  # by host, and by place and group of four dimensions
+_LONGEST_NAME = 40  # of a row
+_LEAST_FOLDED = 8  # ranks: fewer are seen at a glance
 
 
 @dataclass
 class LateMap:
     """Mean lateness in ms, ``[row, bin]``; NaN if no such collective began in a bin.
 
-    A row stands for the ``fold`` ranks from ``row * fold`` on, and shows the latest of them.
+    A row stands for the ``fold`` ranks from ``row * fold`` on, and shows the latest of them. If it
+    has a name, it stands for the ranks that this names, and shows their mean.
     """
 
     title: str
     late_ms: Floats
     fold: int
+    names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -46,10 +54,15 @@ class LastSeen:
 
 @dataclass
 class Lateness:
-    """The maps (all groups first), the width of their bins, and the ranks that came last."""
+    """The maps (all groups first), the width of their bins, and the ranks that came last.
+
+    ``folded``: the map of all groups with ranks of one host, or of one place in a parallel
+    dimension, in one row.
+    """
 
     bin_ns: float
     maps: list[LateMap]
+    folded: list[LateMap]
     lasts: list[LastSeen]
 
 
@@ -78,7 +91,7 @@ def lateness(run_tables: RunTables) -> Lateness:
         lasts.append(_add_table(table, run_tables, mine, begin, width))
     maps = [_map("all groups", every)]
     maps += [_map(name, sums[name]) for name in families] if len(families) > 1 else []
-    return Lateness(width, maps, lasts)
+    return Lateness(width, maps, _folded(every, run_tables), lasts)
 
 
 def _span(run_tables: RunTables) -> tuple[int, int]:
@@ -97,10 +110,7 @@ def _span(run_tables: RunTables) -> tuple[int, int]:
 
 def _family(table: CollectiveTable) -> str:
     """Name the purpose of a group: its description, or else its size."""
-    purpose = table.group.description
-    if not purpose or purpose == "undefined":
-        purpose = "groups"
-    return f"{purpose} ({len(table.group.ranks)} ranks)"
+    return f"{purpose_of(table.group) or 'groups'} ({len(table.group.ranks)} ranks)"
 
 
 def _families(tables: list[CollectiveTable]) -> list[str]:
@@ -169,9 +179,14 @@ def _accumulate(
         map_sums.count[np.ix_(ranks, which)] += counted
 
 
-def _map(title: str, sums: _Sums) -> LateMap:
+def _mean_ms(sums: _Sums) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
-        late = np.where(sums.count > 0, sums.late / sums.count / 1e6, np.nan)
+        mean: Floats = np.where(sums.count > 0, sums.late / sums.count / 1e6, np.nan)
+    return mean
+
+
+def _map(title: str, sums: _Sums) -> LateMap:
+    late = _mean_ms(sums)
     ranks = len(late)
     fold = max(1, -(-ranks // MOST_ROWS))
     if fold > 1:
@@ -179,3 +194,45 @@ def _map(title: str, sums: _Sums) -> LateMap:
         padded[:ranks] = late
         late = np.fmax.reduce(padded.reshape(-1, fold, late.shape[1]), axis=1)
     return LateMap(title, late, fold)
+
+
+def _folded(every: _Sums, run_tables: RunTables) -> list[LateMap]:
+    """Return the maps whose rows are several ranks that belong together.
+
+    Left out are those that have hardly fewer rows than the map of all ranks, of which a page would
+    only grow.
+    """
+    ranks = len(every.late)
+    most = min(ranks, MOST_ROWS) // 2
+    if ranks < _LEAST_FOLDED:
+        return []
+    hosts = {row.rank: row.host for row in sorted(run_tables.ranks, key=lambda row: row.rank)}
+    names = list(dict.fromkeys(hosts.values()))
+    row_of = {host: row for row, host in enumerate(names)}
+    folds = [("hosts", names, {rank: row_of[host] for rank, host in hosts.items()})]
+    used = {table.group for table in (*run_tables.tables, *run_tables.messages)}
+    for dimension in dimensions_of(used):
+        places = [f"{dimension.name} {place}" for place in range(dimension.size)]
+        folds.append((f"{dimension.name}: places in the groups", places, dimension.place_of))
+        groups = [_short(group) for group in dimension.groups]
+        folds.append((f"{dimension.name}: groups", groups, dimension.group_of))
+    some = [fold for fold in folds if 1 < len(fold[1]) <= most][:_MOST_FOLDS]
+    return [_fold(every, *fold) for fold in some]
+
+
+def _short(ranks: Sequence[int]) -> str:
+    """Name the ranks of a group; of a group across the job, the first and the last one."""
+    name = with_noun(ranks)
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"ranks {min(ranks)} … {max(ranks)} ({len(ranks)})"
+
+
+def _fold(every: _Sums, title: str, names: Sequence[str], row_of: dict[int, int]) -> LateMap:
+    """Return the mean of the ranks of each row."""
+    members = [rank for rank in row_of if rank < len(every.late)]
+    rows = [row_of[rank] for rank in members]
+    folded = _Sums(*(np.zeros((len(names), every.late.shape[1])) for _ in range(2)))
+    np.add.at(folded.late, rows, every.late[members])
+    np.add.at(folded.count, rows, every.count[members])
+    return LateMap(title, _mean_ms(folded), 1, list(names))

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.arrivals import Ints
+from rankcall.analysis.call_sites import SiteTimes
 from rankcall.analysis.clocks import RunClocks, align_hosts, anchored
 from rankcall.analysis.collectives import (
     MISSING,
-    UNKNOWN_SITE,
     CollectiveTable,
     Columns,
     MessageTable,
@@ -34,92 +34,10 @@ from rankcall.analysis.collectives import (
 from rankcall.analysis.device_times import end_together
 from rankcall.analysis.recoveries import FirstMoments
 from rankcall.analysis.stragglers import turns_of
-from rankcall.analysis.waiting import Waits, covered, waits_of
-from rankcall.record import OPS
+from rankcall.analysis.waiting import Waits, waits_of
 from rankcall.ring.reader import Ring
-from rankcall.ring.tables import CallSite, Group, Tables
+from rankcall.ring.tables import Group
 from rankcall.run.load import Progress, Run
-
-
-@dataclass(frozen=True)
-class SiteRow:
-    """One op issued from one line. Times of the calls that ended."""
-
-    site: CallSite
-    code: str  # the source line; empty if it is not known
-    op: str
-    count: int  # calls, on all ranks
-    ranks: int
-    # Of the rank that spent most in it; calls that overlap count once. None: no duration is known.
-    total_ms: float | None
-    most_calls: int  # of one rank
-    median_ms: float | None
-    worst_ms: float | None
-
-
-class SiteTimes:
-    """Collects durations by (call site, op), ring by ring."""
-
-    def __init__(self) -> None:
-        self._durations: dict[tuple[CallSite, int], list[npt.NDArray[np.float32]]] = {}
-        self._code: dict[CallSite, str] = {}
-        self._calls: dict[tuple[CallSite, int], int] = {}
-        self._ranks: dict[tuple[CallSite, int], dict[int, tuple[int, float]]] = {}
-
-    def add(self, rank: int, columns: Columns, tables: Tables) -> None:
-        """Add one ring."""
-        key = columns["call_site"].astype(np.int64) * len(OPS) + columns["op"]
-        spent = (columns["completed_ns"] - columns["started_ns"]).astype(np.float32)
-        spent[columns["completed_ns"] == MISSING] = np.nan
-        for number, rows in _split(key):
-            site = tables.sites.get(number // len(OPS), UNKNOWN_SITE)
-            which = site, number % len(OPS)
-            code = tables.lines.get(number // len(OPS))
-            if code:
-                self._code.setdefault(site, code)
-            durations = spent[rows]
-            self._calls[which] = self._calls.get(which, 0) + len(durations)
-            ended = rows[~np.isnan(durations)]
-            begin, end = columns["started_ns"][ended], columns["completed_ns"][ended]
-            if np.any(begin[1:] < begin[:-1]):
-                order = np.argsort(begin, kind="stable")
-                begin, end = begin[order], end[order]
-            known = self._ranks.setdefault(which, {})
-            calls, spent_ns = known.get(rank, (0, 0.0))
-            known[rank] = calls + len(rows), spent_ns + covered(begin, end)
-            self._durations.setdefault(which, []).append(durations[~np.isnan(durations)])
-
-    def rows(self) -> list[SiteRow]:
-        """Return all sites, those that took most time first."""
-        table = [self._row(which) for which in self._calls]
-        return sorted(table, key=lambda row: (-(row.total_ms or 0.0), str(row.site), row.op))
-
-    def _row(self, which: tuple[CallSite, int]) -> SiteRow:
-        times = np.concatenate(self._durations[which])
-        ranks = self._ranks[which].values()
-        return SiteRow(
-            which[0],
-            self._code.get(which[0], ""),
-            OPS[which[1]],
-            self._calls[which],
-            len(ranks),
-            max(spent_ns for _, spent_ns in ranks) / 1e6 if len(times) else None,
-            max(calls for calls, _ in ranks),
-            float(np.median(times)) / 1e6 if len(times) else None,
-            float(times.max()) / 1e6 if len(times) else None,
-        )
-
-
-def _split(key: npt.NDArray[np.int64]) -> Sequence[tuple[int, npt.NDArray[np.intp]]]:
-    """Return each key with its rows."""
-    if not len(key):
-        return []
-    # Keys are few and small as a rule, and 16-bit keys sort ten times as fast as 64-bit ones.
-    narrow = key.astype(np.uint16) if key.min() >= 0 and key.max() < 1 << 16 else key
-    order = np.argsort(narrow, kind="stable")
-    pieces = np.split(order, np.flatnonzero(np.diff(key[order])) + 1)
-    return [(int(key[piece[0]]), piece) for piece in pieces]
-
 
 Floats = npt.NDArray[np.float64]
 

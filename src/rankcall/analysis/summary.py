@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.call_sites import SiteRow
 from rankcall.analysis.charging import WaitTotals
 from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.collectives import OP_NAMES
@@ -20,7 +21,6 @@ from rankcall.analysis.run_tables import (
     RankRow,
     RingVisitor,
     RunTables,
-    SiteRow,
     StepShare,
     by_step,
     gather,

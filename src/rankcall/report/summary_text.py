@@ -12,8 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rankcall.analysis.call_sites import SiteRow
 from rankcall.analysis.recoveries import PHASES, Carried
-from rankcall.analysis.run_tables import SiteRow, StepShare
+from rankcall.analysis.run_tables import StepShare
 from rankcall.analysis.summary import LateArrivals, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.printable import clean

@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall._version import __version__
+from rankcall.analysis.call_sites import SiteBranch
 from rankcall.analysis.details import Details
 from rankcall.analysis.recoveries import PHASES
 from rankcall.analysis.summary import Summary, size_name
@@ -36,6 +37,7 @@ from rankcall.report.time_sources import times_of_ops
 __all__ = ["render"]
 
 _MOST_SITES, _MOST_ROWS, _MOST_RECOVERIES = 200, 400, 100
+_MOST_BRANCHES = 24  # at each level of the tree of call sites
 # What a line must not end in: an option, and a number with its unit.
 _WHOLE = re.compile(
     r"(?<![\w-])--[a-z][a-z-]*|\b\d[\d,.]* (?:s|ms|µs|min|h|%|[kMGT]?i?B|GB/s)(?!\w)"
@@ -141,7 +143,7 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
     summary = details.summary
     bandwidth_curves = curves(summary)
     columns, maps = charts.columns(details), charts.late_maps(details)
-    traffic = charts.host_matrix(details)
+    traffic, moments = charts.host_matrix(details), charts.timeline(details)
     return {
         "run": clean(PurePath(summary.path).name),
         "verdict": verdict(details, findings),
@@ -150,10 +152,12 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "stats": _stats(summary),
         "overall": charts.overall(details.splits),
         "columns": columns,
+        "timeline": moments,
         "maps": maps,
         "bandwidth": charts.bandwidth(bandwidth_curves),
         "traffic": traffic,
         "sites": _sites(summary),
+        "tree": _tree(details.site_tree),
         "code": {row.site.shown: row.code for row in summary.call_sites if row.code},
         "more_sites": max(0, len(summary.call_sites) - _MOST_SITES),
         "collectives": summary.collectives[:_MOST_ROWS],
@@ -165,13 +169,14 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "phases": PHASES,
         "goodput": summary.carried.goodput,
         "is_waiting_known": summary.sources.is_waiting_known,
-        "data": _data(details, columns, maps, traffic),
+        "data": _data(details, columns, moments, maps, traffic),
     }
 
 
 def _data(
     details: Details,
     columns: dict[str, Any] | None,
+    moments: dict[str, Any] | None,
     maps: dict[str, Any] | None,
     traffic: dict[str, Any] | None,
 ) -> dict[str, Any]:
@@ -180,9 +185,12 @@ def _data(
     data: dict[str, Any] = {"hosts": host_of}
     if columns:
         data["columns"] = {key: columns[key] for key in ("left", "wide", "rows", "height", "unit")}
+    if moments:
+        data["timeline"] = {key: moments[key] for key in ("rows", "bins", "fold", "bin_s")}
     if maps:
-        keys = ("rows", "bins", "fold", "bin_s", "highest_ms")
-        data["map"] = {key: maps[key] for key in keys}
+        data["map"] = {key: maps[key] for key in ("bins", "bin_s", "highest_ms")}
+        of_each = ("rows", "fold", "names", "height")
+        data["map"]["maps"] = [{key: each[key] for key in of_each} for each in maps["maps"]]
     if traffic and traffic["src"]:
         data["traffic"] = {key: traffic[key] for key in ("hosts", "highest")}
     return data
@@ -235,6 +243,32 @@ def _stats(summary: Summary) -> list[tuple[str, str, str]]:
     if summary.comm_share is not None:
         figures.append((percent(summary.comm_share), "in communication", "of all ranks' time"))
     return figures
+
+
+def _tree(files: Sequence[SiteBranch]) -> dict[str, Any] | None:
+    """Return the call sites by file and function; None if the table shows it as well."""
+    if sum(len(branch.functions) for branch in files) < 2:
+        return None
+    longest = max((branch.total_ms or 0.0 for branch in files), default=0.0)
+
+    def level(branches: Sequence[SiteBranch]) -> dict[str, Any]:
+        shown = [
+            {
+                "name": clean(branch.name),
+                "branch": branch,
+                "share": (branch.total_ms or 0.0) / longest if longest else 0.0,
+                "below": level(branch.functions),
+                "rows": [
+                    {"row": row, "share": (row.total_ms or 0.0) / longest if longest else 0.0}
+                    for row in branch.rows[:_MOST_BRANCHES]
+                ],
+                "more": max(0, len(branch.rows) - _MOST_BRANCHES),
+            }
+            for branch in branches[:_MOST_BRANCHES]
+        ]
+        return {"branches": shown, "more": max(0, len(branches) - _MOST_BRANCHES)}
+
+    return level(files)
 
 
 def _sites(summary: Summary) -> list[dict[str, Any]]:

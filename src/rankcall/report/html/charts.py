@@ -19,13 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.details import Details, RankSplit
+from rankcall.analysis.lateness import LateMap
 from rankcall.analysis.summary import size_name
+from rankcall.analysis.timeline import Timeline
 from rankcall.printable import clean
 from rankcall.report.formatting import plural, rate, size, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, Point
 
 Floats = npt.NDArray[np.float64]
+Colour = tuple[int, int, int]
 
 ABSENT = 255  # the level of a cell without a value
 # Lateness is drawn at full strength from this share of a step on: in a healthy job, it is noise.
@@ -34,6 +37,9 @@ _STRONGEST = 254  # the highest level of one that has a value
 _HUE = (213, 94, 0)  # vermillion of Okabe and Ito's palette, told apart by colour-blind people
 _BLUE = (0, 114, 178)
 _GREY, _GREY_ALPHA = (128, 128, 128), 36
+_MIXES = 7  # steps of the shares of waiting and of transfer in a moment; fewer compress better
+_NO_MIX = (_MIXES + 1) ** 2  # the index of a moment without a record
+_COMPUTE_STRENGTH = 0.45
 WIDTH = 960
 _LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
 _MOST_COLUMNS, _WIDEST = 1024, 96  # bars, about one in each pixel; and the width of the widest
@@ -176,32 +182,107 @@ def late_maps(details: Details) -> dict[str, Any] | None:
     if not maps:
         return None
     highest, least = _strongest(maps[0].late_ms), _FULL_STRENGTH * _step_ms(details)
-    rows, bins = maps[0].late_ms.shape
-    fold = maps[0].fold
+    bins = maps[0].late_ms.shape[1]
+    folded = [late_map for late_map in late.folded if np.isfinite(late_map.late_ms).any()]
     return {
-        "maps": [
-            {
-                "title": clean(late_map.title),
-                "src": picture(levels(late_map.late_ms, max(highest, least))),
-            }
-            for late_map in maps
-        ],
+        "maps": [_late_map(details, late_map, max(highest, least)) for late_map in maps + folded],
+        "folded": len(folded),
         "highest_ms": max(highest, least),
         "quiet": f"No rank stands out: {time(highest)} is little in a step of "
         f"{time(_step_ms(details))} (median)."
         if highest < least
         else "",
-        "rows": rows,
         "bins": bins,
-        "fold": fold,
-        "height": min(560, max(64, rows * max(2, min(22, 512 // rows)))),
         "bin_s": late.bin_ns / 1e9,
-        "labels": _row_labels(details, rows, fold),
-        "ticks": [
-            Tick(t / (bins * late.bin_ns / 1e9), time(t * 1e3))
-            for t in nice_ticks(bins * late.bin_ns / 1e9, 6)
-        ],
+        "ticks": _time_ticks(bins * late.bin_ns / 1e9),
     }
+
+
+def _late_map(details: Details, late_map: LateMap, highest: float) -> dict[str, Any]:
+    rows, names = len(late_map.late_ms), [clean(name) for name in late_map.names]
+    return {
+        "title": clean(late_map.title),
+        "src": picture(levels(late_map.late_ms, highest)),
+        "rows": rows,
+        "fold": late_map.fold,
+        "names": names,
+        "height": _tall(rows),
+        "labels": _names_of_rows(names) if names else _row_labels(details, rows, late_map.fold),
+    }
+
+
+def _tall(rows: int) -> int:
+    """Return the height of a picture with so many rows."""
+    return min(560, max(64, rows * max(2, min(22, 512 // rows))))
+
+
+def _time_ticks(seconds: float) -> list[Tick]:
+    return [Tick(t / seconds, time(t * 1e3)) for t in nice_ticks(seconds, 6)]
+
+
+def _names_of_rows(names: Sequence[str]) -> list[Band]:
+    """Write the names of rows, and of many rows those of some."""
+    step = -(-len(names) // _MOST_LABELS)
+    firsts = range(0, len(names), step)
+    count = len(names)
+    return [Band(names[at], at / count, (min(at + step, count) - at) / count) for at in firsts]
+
+
+def timeline(details: Details) -> dict[str, Any] | None:
+    """Return what each rank did when, as a picture: a row for each rank."""
+    drawn = details.timeline
+    if drawn is None:
+        return None
+    rows, bins = drawn.present.shape
+    return {
+        "src": _mixed(drawn),
+        "rows": drawn.ranks,
+        "bins": bins,
+        "fold": drawn.fold,
+        "height": min(320, _tall(rows)),
+        "bin_s": drawn.bin_ns / 1e9,
+        "labels": _ranks_of_rows(details, drawn.ranks),
+        "ticks": _time_ticks(bins * drawn.bin_ns / 1e9),
+    }
+
+
+def _ranks_of_rows(details: Details, ranks: Sequence[int]) -> list[Band]:
+    """Name rows that are ranks: each of them if they are few, else their hosts."""
+    if len(ranks) <= _MOST_NAMED_ROWS:
+        count = len(ranks)
+        return [Band(f"rank {rank}", at / count, 1 / count) for at, rank in enumerate(ranks)]
+    hosts = bands(details, ranks)
+    step = -(-len(hosts) // _MOST_LABELS)
+    some = [hosts[at : at + step] for at in range(0, len(hosts), step)]
+    return [Band(part[0].host, part[0].begin, sum(b.length for b in part)) for part in some]
+
+
+def _mixed(drawn: Timeline) -> str:
+    """Return the picture of a timeline: each moment in the mixed colour of its parts.
+
+    Computing is drawn at part of its strength, so that it is light on a light page and dark on a
+    dark one.
+    """
+    parts = (drawn.waiting, drawn.transfer, drawn.present - drawn.waiting - drawn.transfer)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shares = [np.nan_to_num(np.clip(part / drawn.present, 0, 1)) for part in parts[:2]]
+    waiting, transfer = (np.rint(share * _MIXES).astype(np.intp) for share in shares)
+    transfer = np.minimum(transfer, _MIXES - waiting)
+    cells = np.where(drawn.present > 0, waiting * (_MIXES + 1) + transfer, _NO_MIX).astype(np.uint8)
+    mixes = [divmod(number, _MIXES + 1) for number in range(_NO_MIX)]
+    colours = [_mix(waiting / _MIXES, transfer / _MIXES) for waiting, transfer in mixes]
+    return _png(cells, [colour for colour, _ in colours] + [_GREY], [a for _, a in colours] + [0])
+
+
+def _mix(waiting: float, transfer: float) -> tuple[Colour, int]:
+    """Return the colour and the opacity (of 255) of a moment with these shares."""
+    compute = max(0.0, 1 - waiting - transfer) * _COMPUTE_STRENGTH
+    strength = waiting + transfer + compute
+    red, green, blue = (
+        min(255, round((waiting * hue + transfer * other + compute * grey) / strength))
+        for hue, other, grey in zip(_HUE, _BLUE, _GREY, strict=True)
+    )
+    return (red, green, blue), min(255, round(255 * strength))
 
 
 def _step_ms(details: Details) -> float:
@@ -219,12 +300,7 @@ def _strongest(late: Floats) -> float:
 
 def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
     """Name the rows of a map: its ranks if they are few, else their hosts."""
-    if rows > _MOST_NAMED_ROWS or fold > 1:
-        hosts = bands(details, list(range(0, rows * fold, fold)))
-        step = -(-len(hosts) // _MOST_LABELS)
-        some = [hosts[at : at + step] for at in range(0, len(hosts), step)]
-        return [Band(part[0].host, part[0].begin, sum(b.length for b in part)) for part in some]
-    return [Band(f"rank {rank}", rank / rows, 1 / rows) for rank in range(rows)]
+    return _ranks_of_rows(details, range(0, rows * fold, fold))
 
 
 def bandwidth(curves: Sequence[Curve]) -> dict[str, Any] | None:
@@ -347,18 +423,20 @@ def levels(values: Floats, highest: float) -> npt.NDArray[np.uint8]:
 
 def picture(cells: npt.NDArray[np.uint8], *, blue: bool = False) -> str:
     """Return a data: URI of a PNG, ``[row, column]`` of levels."""
-    height, width = cells.shape
     hue = _BLUE if blue else _HUE
-    palette = bytes(hue) * ABSENT + bytes(_GREY)
-    alphas = bytes(round(255 * level / _STRONGEST) for level in range(ABSENT)) + bytes(
-        [_GREY_ALPHA]
-    )
+    alphas = [round(255 * level / _STRONGEST) for level in range(ABSENT)]
+    return _png(cells, [hue] * ABSENT + [_GREY], [*alphas, _GREY_ALPHA])
+
+
+def _png(cells: npt.NDArray[np.uint8], palette: Sequence[Colour], alphas: Sequence[int]) -> str:
+    """Return a data: URI of a PNG, ``[row, column]`` of indexes of the palette."""
+    height, width = cells.shape
     lines = np.zeros((height, width + 1), np.uint8)  # each begins with its filter: none
     lines[:, 1:] = cells
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
-        (b"PLTE", palette),
-        (b"tRNS", alphas),
+        (b"PLTE", b"".join(bytes(colour) for colour in palette)),
+        (b"tRNS", bytes(alphas)),
         (b"IDAT", zlib.compress(lines.tobytes(), 9)),
         (b"IEND", b""),
     ]

@@ -82,13 +82,27 @@
     });
   }
 
+  // What each rank did when: the picture says what, and the pointer who and when.
+  if (data.timeline) {
+    const { rows, bins, fold, bin_s: binS } = data.timeline, pane = $("timeline").querySelector(".window");
+    pane.addEventListener("pointermove", (event) => {
+      const box = pane.getBoundingClientRect();
+      const rank = rows[Math.floor(clamp((event.clientY - box.top) / box.height, 0, 0.9999) * rows.length)];
+      const bin = Math.floor(clamp((event.clientX - box.left) / box.width, 0, 0.9999) * bins);
+      say("rank " + rank + host(rank) + (fold > 1 ? ", of " + fold + " ranks" : "") + "\n" +
+        seconds(bin * binS) + " to " + seconds((bin + 1) * binS), event.clientX, event.clientY);
+    });
+    pane.addEventListener("pointerleave", hush);
+  }
+
   // The map: the pictures' opacity is the value; grey is absent.
   if (data.map) {
-    const { rows, bins, fold, bin_s: binS, highest_ms: highest } = data.map;
+    const { maps, bins, bin_s: binS, highest_ms: highest } = data.map;
     const map = $("map"), pane = map.querySelector(".window"), images = [...pane.querySelectorAll("img")];
     const cross = pane.querySelector(".cross"), brush = pane.querySelector(".brush");
     const times = map.querySelector(".times"), reset = $("map-reset");
-    const pixels = new Map();
+    const names = [...map.querySelectorAll(".hosts")], pixels = new Map();
+    let { rows, fold } = maps[0];
     let shown = 0, from = 0, to = bins, row = 0, bin = 0, pressed = null;
     reset.parentElement.hidden = false;
 
@@ -101,7 +115,8 @@
       const absent = rgba[at + 3] > 0 && Math.abs(rgba[at] - rgba[at + 2]) < 24;
       const first = row * fold, last = first + fold - 1;
       const late = highest * (rgba[at + 3] / 255) ** 2;
-      const who = fold > 1 ? "ranks " + first + "–" + last + ", the latest" : "rank " + first + host(first);
+      const named = maps[shown].names[row];
+      const who = named ? named + ", the mean" : fold > 1 ? "ranks " + first + "–" + last + ", the latest" : "rank " + first + host(first);
       const value = absent ? "took part in nothing then" :
         rgba[at + 3] === 255 ? ms(late) + " late or more, on average" :
         rgba[at + 3] ? ms(late) + " late, on average" : "on time";
@@ -180,6 +195,12 @@
     if ($("map-group")) $("map-group").addEventListener("change", (event) => {
       shown = Number(event.target.value);
       images.forEach((image, index) => { image.hidden = index !== shown; });
+      // The maps of ranks share the names of rows; each of the others has its own.
+      const ranked = maps.filter((each) => !each.names.length).length;
+      names.forEach((each, index) => { each.hidden = index !== Math.max(0, shown - ranked + 1); });
+      ({ rows, fold } = maps[shown]);
+      row = Math.min(row, rows - 1);
+      map.style.setProperty("--tall", maps[shown].height + "px");
       leave();
     });
   }
