@@ -210,7 +210,8 @@ def _folded(every: _Sums, run_tables: RunTables) -> list[LateMap]:
     names = list(dict.fromkeys(hosts.values()))
     row_of = {host: row for row, host in enumerate(names)}
     folds = [("hosts", names, {rank: row_of[host] for rank, host in hosts.items()})]
-    used = {table.group for table in (*run_tables.tables, *run_tables.messages)}
+    used = {table.group for table in run_tables.tables}
+    used |= {messages.group for messages in run_tables.messages}
     for dimension in dimensions_of(used):
         places = [f"{dimension.name} {place}" for place in range(dimension.size)]
         folds.append((f"{dimension.name}: places in the groups", places, dimension.place_of))
