@@ -101,10 +101,10 @@ def test_what_is_not_known_is_no_cause() -> None:
     assert reasons_for_lateness(one, [2], 0.0) == []
 
 
-@pytest.mark.parametrize("cause", ["blocked", "gil", "data_loader", "checkpoint", "compilation"])
+@pytest.mark.parametrize("cause", sorted(CAUSES.keys() - {"gc", "stopped"}))
 def test_some_looks_say_too_little(cause: str) -> None:
-    """What is seen twice a second needs three seconds."""
-    short = {"rank": 2, "seconds": 2.9, f"{cause}_s": 2.9}
+    """What is seen twice a second needs three seconds; so does a wait, which that may contain."""
+    short = {"rank": 2, "seconds": 2.9, CAUSES[cause]: 2.9}
     assert reasons_for_absence(job(SINCE, short), [2]) == []
     assert reasons_for_lateness(job(LATELY, short), [2], 0.5) == []
 
@@ -121,6 +121,42 @@ def test_the_more_specific_cause_is_named() -> None:
     """A collection without a CPU takes longer: the collection is the cause."""
     both = job(SINCE, {"rank": 2, "gc_s": 6.0, "runnable_s": 6.0})
     assert cause_and_share(reasons_for_absence(both, [2])) == ("gc", 60.0)
+
+
+def test_a_disk_on_a_busy_machine() -> None:
+    """The wait for a CPU after the wait for a disk belongs to the disk, in proportion to its sleep.
+
+    Of 10 s, the thread ran for 1 s and was queued for 3 s, always after it had slept. It slept for
+    6 s, of which 4 s for the disk: two thirds, so 2 of the 3 s come after that.
+    """
+    spent = {"running_s": 1.0, "runnable_s": 3.0, "woken_s": 3.0, "disk_wait_s": 4.0}
+    facts = reasons_for_absence(job(SINCE, {"rank": 2, **spent}), [2])
+    assert cause_and_share(facts) == ("disk", 60.0)
+    said = summary([Fact(Relation.STOPPED, Ranks((2,))), *facts])
+    assert said.endswith(
+        "it spent 6.0 s of 10 s waiting for a disk, 2.0 s of it for a CPU after that."
+    )
+    preempted = {**spent, "running_s": 1.0, "runnable_s": 5.0, "woken_s": 0.0}
+    facts = reasons_for_absence(job(SINCE, {"rank": 2, **preempted}), [2])
+    assert cause_and_share(facts) == ("no_cpu", 50.0)
+    unknown = {**spent, "runnable_s": 5.0, "woken_s": NAN}
+    facts = reasons_for_absence(job(SINCE, {"rank": 2, **unknown}), [2])
+    assert cause_and_share(facts) == ("no_cpu", 50.0)
+
+
+@pytest.mark.parametrize("cause", ["checkpoint", "data_loader", "compilation", "gc"])
+@pytest.mark.parametrize("wait", ["disk", "blocked", "no_cpu"])
+def test_what_a_rank_was_doing_contains_its_waits(cause: str, wait: str) -> None:
+    """The cause is the checkpoint, and the sentence says what it waited for meanwhile."""
+    spent = {CAUSES[cause]: 7.0, CAUSES[wait]: 6.0}
+    facts = reasons_for_absence(job(SINCE, {"rank": 2, **spent}), [2])
+    assert cause_and_share(facts) == (cause, 70.0)
+    assert facts[0].value("also") == wait
+    said = summary([Fact(Relation.STOPPED, Ranks((2,))), *facts])
+    assert "Of these 10 s, it spent 6.0 s " in said
+    little = {CAUSES[cause]: 7.0, CAUSES[wait]: 4.0}
+    facts = reasons_for_absence(job(SINCE, {"rank": 2, **little}), [2])
+    assert facts[0].value("also") == ""
 
 
 def test_the_sentences() -> None:

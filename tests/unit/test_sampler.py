@@ -115,10 +115,16 @@ def test_the_training_thread_is_measured(sampled: Sampled) -> None:
 @pytest.mark.parametrize(
     ("parse", "text", "counters"),
     [
-        (sampler._schedule, "12 345 6\n", {"runnable_ns": 345}),
+        (sampler._schedule, "12 345 6\n", {"running_ns": 12, "runnable_ns": 345}),
         (sampler._schedule, "0 0 0\n", {}),  # this kernel does not count
         (sampler._running_and_queued, "12 345 6\n", {"running_ns": 12, "queued_ns": 345}),
         (sampler._running_and_queued, "0 0 0\n", {}),
+        (
+            sampler._switches,
+            "Name:\tx\nvoluntary_ctxt_switches:\t5\nnonvoluntary_ctxt_switches:\t7\n",
+            {"slept": 5, "preempted": 7},
+        ),
+        (sampler._switches, "Name:\tx\n", {}),
         (sampler._throttled, "usage_usec 9\nthrottled_usec 4\n", {"throttled_ns": 4000}),
         (sampler._throttled, "nr_periods 1\nthrottled_time 77\n", {"throttled_ns": 77}),
         (sampler._throttled, "usage_usec 9\n", {}),

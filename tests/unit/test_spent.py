@@ -15,7 +15,7 @@ from rankcall.analysis.spent import LATELY, SINCE, SPENT, RankSamples, Spending,
 from rankcall.ring.layout import PHASE_COUNTERS, SAMPLE, SAMPLE_COUNTERS
 from rankcall.ring.samples import Samples
 
-_OF_THREAD = ("runnable_ns", "disk_wait_ns", *PHASE_COUNTERS)
+_OF_THREAD = ("running_ns", "runnable_ns", "woken_ns", "disk_wait_ns", *PHASE_COUNTERS)
 ALL = (1 << len(SAMPLE_COUNTERS)) - 1
 S = 1_000_000_000
 NAN, INFINITE = float("nan"), float("inf")

@@ -29,7 +29,9 @@ SPENT = np.dtype(
         # In s; NaN: not known.
         ("gc_s", "<f8"),  # in garbage collections
         ("full_gc_s", "<f8"),  # of them, in full ones
-        ("runnable_s", "<f8"),  # its training thread was ready to run, and had no CPU
+        ("running_s", "<f8"),  # its training thread was on a CPU
+        ("runnable_s", "<f8"),  # it was ready to run, and had no CPU
+        ("woken_s", "<f8"),  # of that, after it had slept, as for a disk or a lock
         ("throttled_s", "<f8"),  # its cgroup's quota was used up, summed over CPUs
         ("disk_wait_s", "<f8"),  # its training thread waited for a disk
         ("memory_stall_s", "<f8"),  # some task of its cgroup waited for memory
@@ -49,7 +51,8 @@ Spent = npt.NDArray[Any]
 TIMES = (SPENT.names or ())[3:]
 _COUNTERS = TIMES[1:]
 PHASES = TIMES[-len(PHASE_COUNTERS) :]
-_OF_THREAD = frozenset(("runnable_s", "disk_wait_s", *PHASES))  # which the kernel or Python counts
+# Which the kernel or Python counts for each thread.
+_OF_THREAD = frozenset(("running_s", "runnable_s", "woken_s", "disk_wait_s", *PHASES))
 _OF_ALL_CPUS = frozenset(("throttled_s",))  # a sum, which may be longer than the time
 _S = 1e9
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 DOING = ("", "data_loader", "checkpoint", "compilation")
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.3, 0.7
-# A look that comes so much later than it was due does not show what was done at that time. A thread
-# that runs Python code gives the GIL away after a quarter of this.
+# If the training thread has gone on for so long since a look was due, the look does not show what
+# was done at that time. A thread that runs Python code gives the GIL away after a quarter of this.
 _LATE_NS = 20_000_000
 _LONGEST_NS = 1_500_000_000  # of the time that a look at the stack stands for
 
@@ -92,13 +92,14 @@ class Moments:
         """Return how long to wait for the next look, in s."""
         return self._random.uniform(_LEAST_PAUSE_S, _MOST_PAUSE_S)
 
-    def look(self, thread: int, due_ns: int, collected_ns: int) -> None:
+    def look(self, thread: int, due_ns: int, collected_ns: int, collected_late_ns: int = 0) -> None:
         """Look at this moment.
 
         Args:
             thread: The kernel's id of the training thread, or 0.
             due_ns: When the calling thread wanted to be awake again (CLOCK_MONOTONIC).
             collected_ns: How long the process has collected garbage so far.
+            collected_late_ns: Of that, the time since ``due_ns``.
         """
         now_ns = time.monotonic_ns()
         seen = self._look(self._number_of(thread))
@@ -121,17 +122,19 @@ class Moments:
                 self._counters.setdefault(f"{name}_ns", 0)
         if before is None:
             return
+        since_ns = now_ns - before.time_ns
         late_ns = now_ns - due_ns - (mine.queued_ns - before.mine.queued_ns)
-        self._count_phase(seen.doing, late_ns, now_ns - before.time_ns)
+        # Neither a collection nor a run queue lets the thread go on to something else. How much of
+        # this moment it was queued is not known, so as much as of the time since the last look.
+        queued = min(1.0, (trains.queued_ns - before.trains.queued_ns) / max(since_ns, 1))
+        moved_ns = (late_ns - collected_late_ns) * (1.0 - queued)
+        if seen.doing and moved_ns < _LATE_NS:
+            self._counters[f"{seen.doing}_ns"] += min(since_ns, _LONGEST_NS)
         if late is not None:
             self._count_gil(late, now)
         # If the training thread ran meanwhile, or was about to, it may have held the GIL itself.
         late_ns -= sum(trains) - sum(before.trains)
-        self._late = _Late(late_ns, now_ns - before.time_ns, before)
-
-    def _count_phase(self, doing: str | None, late_ns: int, since_ns: int) -> None:
-        if doing and late_ns < _LATE_NS:
-            self._counters[f"{doing}_ns"] += min(since_ns, _LONGEST_NS)
+        self._late = _Late(late_ns, since_ns, before)
 
     def _count_gil(self, late: _Late, now: _Moment) -> None:
         """Count a look as one that waited for the GIL, if nothing else explains that it was late.

@@ -22,6 +22,7 @@ from typing import Any
 from rankcall.capture import named_phases
 from rankcall.capture.cgroup import limited_cgroup, own_cgroup
 from rankcall.capture.moments import Look, Moments, ThreadTimes
+from rankcall.capture.run_queue import RunQueue, Switches
 from rankcall.ring.layout import Geometry
 from rankcall.ring.samples import SampleWriter
 from rankcall.ring.writer import put, put_text
@@ -42,7 +43,8 @@ class Sampler:
         self._ring = ring
         self._writer = SampleWriter(ring, geometry)
         self._moments = Moments(look, _times_of)
-        self._gc_ns, self._full_gc_ns, self._gc_began_ns = 0, 0, 0
+        self._run_queue = RunQueue(_switches_of)
+        self._gc_ns = self._full_gc_ns = self._gc_began_ns = self._gc_ended_ns = 0
         self._names = ""
         self._of_process: list[tuple[str, Parse]] = []
         self._callback: Callable[[str, dict[str, Any]], None] | None = None  # in gc.callbacks
@@ -71,14 +73,21 @@ class Sampler:
 
     def look(self, thread: int, due_ns: int) -> None:
         """Look at what the process does; see ``Moments.look``."""
-        self._moments.look(thread, due_ns, self._gc_ns + self._full_gc_ns)
+        collected_ns = self._gc_ns + self._full_gc_ns
+        # Only the newest collection: earlier ones of this moment are short.
+        last_ns = self._gc_ended_ns - max(self._gc_began_ns, due_ns)
+        self._moments.look(thread, due_ns, collected_ns, max(0, last_ns))
 
     def sample(self, thread: int) -> None:
         """Write one sample; ``thread`` is the kernel's id of the training thread, or 0."""
         counters = {"gc_ns": self._gc_ns, "full_gc_ns": self._full_gc_ns}
         if thread:
             task = f"/proc/self/task/{thread}"
-            counters.update(_read(f"{task}/schedstat", _schedule))
+            times = _read(f"{task}/schedstat", _schedule)
+            counters.update(times)
+            if times:
+                woken_ns = self._run_queue.woken_ns(thread, times["runnable_ns"])
+                counters.update({} if woken_ns is None else {"woken_ns": woken_ns})
             counters.update(_read(f"{task}/stat", _disk))
             counters.update(named_phases.spent_by(thread))
         counters.update(self._moments.counters())
@@ -99,10 +108,12 @@ class Sampler:
         is_full = info["generation"] == _FULL
         if phase == "start":
             self._gc_began_ns = now_ns
-        elif is_full:
-            self._full_gc_ns += now_ns - self._gc_began_ns
         else:
-            self._gc_ns += now_ns - self._gc_began_ns
+            self._gc_ended_ns = now_ns
+            if is_full:
+                self._full_gc_ns += now_ns - self._gc_began_ns
+            else:
+                self._gc_ns += now_ns - self._gc_began_ns
         if is_full:
             put(self._ring, "gc_since_ns", now_ns if phase == "start" else 0)
 
@@ -132,9 +143,26 @@ def _running_and_queued(raw: bytes) -> dict[str, int]:
 
 
 def _schedule(raw: bytes) -> dict[str, int]:
-    """Read a thread's schedstat: behind its time on a CPU, its time in a run queue, in ns."""
+    """Read a thread's schedstat: its time on a CPU, and behind it that in a run queue, in ns."""
     times = _running_and_queued(raw)
-    return {"runnable_ns": times["queued_ns"]} if times else {}
+    if not times:
+        return {}
+    return {"running_ns": times["running_ns"], "runnable_ns": times["queued_ns"]}
+
+
+def _switches_of(thread: int) -> Switches | None:
+    """Return how often a thread of this process slept, and was preempted."""
+    switches = _read(f"/proc/self/task/{thread}/status", _switches)
+    return Switches(**switches) if len(switches) == len(Switches._fields) else None
+
+
+_SWITCHES = {b"voluntary_ctxt_switches": "slept", b"nonvoluntary_ctxt_switches": "preempted"}
+
+
+def _switches(raw: bytes) -> dict[str, int]:
+    """Read a thread's status: how it left its CPU."""
+    lines = (line.partition(b":") for line in raw.splitlines())
+    return {_SWITCHES[name]: int(value) for name, _, value in lines if name in _SWITCHES}
 
 
 def _disk(raw: bytes) -> dict[str, int]:

@@ -51,7 +51,7 @@ DEFAULT_TABLES_BYTES = 1 << 20
 _LEAST_CAPACITY = 1 << 8
 _LEAST_INFLIGHT = 1 << 6
 _LEAST_TABLES_BYTES = 1 << 16
-DEFAULT_SAMPLES = 1 << 8  # 42 KiB: two minutes at two a second
+DEFAULT_SAMPLES = 1 << 8  # 46 KiB: two minutes at two a second
 MAX_SAMPLES = 1 << 16
 _SAMPLE_BYTES_BEFORE = 88  # in rings of rankcall 0.2.0, which have no phases
 _MOST_SAMPLE_BYTES = 1 << 12
@@ -60,7 +60,9 @@ _MOST_SAMPLE_BYTES = 1 << 12
 _MEASURED = (
     "gc_ns",  # in garbage collections of the young generations, of the whole process
     "full_gc_ns",  # in full collections
-    "runnable_ns",  # the thread that trains was ready to run, and not on a CPU
+    "running_ns",  # the thread that trains was on a CPU
+    "runnable_ns",  # it was ready to run, and not on a CPU
+    "woken_ns",  # of that, after it had slept; the rest: after it was preempted
     "disk_wait_ns",  # it waited for a disk, as far as the kernel counts that
     "throttled_ns",  # the quota of the process's cgroup was used up, summed over CPUs
     "memory_stall_ns",  # tasks of the cgroup waited for memory

@@ -13,19 +13,26 @@ from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
 from rankcall.printable import clean
 
 _LEAST = 0.5  # of the lateness: what explains less is not the cause
+_WORTH_SAYING = 0.1  # of the time of a cause
 _LEAST_S = 1.0  # samples of a shorter time say too little
 _LEAST_SEEN_S = 3.0  # the same of what is seen at two moments a second
 
-# The causes, the most specific first: a rank that is throttled has no CPU as well, and a collection
-# takes longer without one.
-_COUNTED = ("gc", "throttled", "no_cpu", "stopped", "disk")
-_SEEN = ("blocked", "gil", "data_loader", "checkpoint", "compilation")
-_OF_THE_RANK = (*_COUNTED, *_SEEN)
+# The causes, that which is named first of several. A rank is throttled, or stopped, whatever it
+# does. A collection takes longer without a CPU, and a loader waits for a disk: the cause is that
+# which contains the other one, and the sentence has both.
+_FROM_OUTSIDE = ("throttled", "stopped")
+_DOING = ("gc", "data_loader", "checkpoint", "compilation")
+_IO = ("disk", "blocked")
+_WAITS = (*_IO, "gil", "no_cpu")
+_OF_THE_RANK = ("gc", *_FROM_OUTSIDE, *_DOING[1:], *_WAITS)
+# Known only after some looks; of a wait, it is known only then what contains it.
+_NEEDS_LOOKS = frozenset((*_WAITS, *_DOING[1:]))
 # Of all tasks of the cgroup. Those of other ranks have them as well, so these are causes only in
 # comparison with them.
 _OF_THE_CGROUP = ("memory", "io")
 
 Floats = npt.NDArray[np.float64]
+Shares = dict[str, float]
 
 
 def reasons_for_absence(snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
@@ -33,16 +40,17 @@ def reasons_for_absence(snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
     mine = _rows(snapshot, SINCE, ranks)
     if len(mine) < len(ranks) or mine["seconds"].min() < _LEAST_S:
         return []
-    for cause in _OF_THE_RANK:
-        seconds = _seconds(mine, cause)
-        share = float((seconds / mine["seconds"]).min())
-        if share >= _LEAST:
-            return [_fact(snapshot, ranks, cause, share, float(seconds[0]), mine)]
+    shares = {
+        cause: float((_seconds(mine, cause) / mine["seconds"]).min()) for cause in _OF_THE_RANK
+    }
+    fact = _first_of(snapshot, ranks, shares, mine)
+    if fact is not None:
+        return [fact]
     for name in _phases_in(mine):
         seconds = time_in_phase(mine, name)
         share = float((seconds / mine["seconds"]).min())
         if share >= _LEAST:
-            return [_fact(snapshot, ranks, "phase", share, float(seconds[0]), mine, name)]
+            return [_fact(snapshot, ranks, "phase", share, float(seconds[0]), mine, name=name)]
     return []
 
 
@@ -61,25 +69,42 @@ def reasons_for_lateness(snapshot: Snapshot, ranks: Sequence[int], late_share: f
     others = _rows(snapshot, LATELY, sorted({state.rank for state in snapshot.ranks} - set(ranks)))
     if len(mine) < len(ranks) or not late_share or mine["seconds"].min() < _LEAST_S:
         return []
-    for cause in (*_OF_THE_RANK, *_OF_THE_CGROUP):
-        usual = _seconds(others, cause) / others["seconds"]
-        usual = usual[~np.isnan(usual)]
-        rate = _seconds(mine, cause) / mine["seconds"]
-        more = float((rate - (np.median(usual) if len(usual) else 0.0)).min())
-        if more >= _LEAST * late_share:
-            share = min(1.0, more / late_share)
-            return [_fact(snapshot, ranks, cause, share, float(_seconds(mine, cause)[0]), mine)]
+    shares = {
+        cause: _more(_seconds(mine, cause), mine, _seconds(others, cause), others) / late_share
+        for cause in (*_OF_THE_RANK, *_OF_THE_CGROUP)
+    }
+    fact = _first_of(snapshot, ranks, shares, mine)
+    if fact is not None:
+        return [fact]
     for name in _phases_in(mine):
-        seconds = time_in_phase(mine, name)
-        usual = time_in_phase(others, name) / others["seconds"]
-        usual = usual[~np.isnan(usual)]  # a rank that never was in it is no measure
-        if not len(usual):
+        seconds, theirs = time_in_phase(mine, name), time_in_phase(others, name)
+        if np.isnan(theirs).all():  # ranks that never were in it are no measure
             continue
-        more = float((seconds / mine["seconds"] - np.median(usual)).min())
-        if more >= _LEAST * late_share:
-            share = min(1.0, more / late_share)
-            return [_fact(snapshot, ranks, "phase", share, float(seconds[0]), mine, name)]
+        share = _more(seconds, mine, theirs, others) / late_share
+        if share >= _LEAST:
+            share = min(1.0, share)
+            return [_fact(snapshot, ranks, "phase", share, float(seconds[0]), mine, name=name)]
     return []
+
+
+def _more(mine_s: Floats, mine: Spent, others_s: Floats, others: Spent) -> float:
+    """Return by which part of their time some ranks spend more on something than the others."""
+    usual = others_s / others["seconds"]
+    usual = usual[~np.isnan(usual)]
+    usually = np.median(usual) if len(usual) else 0.0
+    return float((mine_s / mine["seconds"] - usually).min())
+
+
+def _first_of(snapshot: Snapshot, ranks: Sequence[int], shares: Shares, mine: Spent) -> Fact | None:
+    """Return the cause to name, by the share of each; with the wait that it contains."""
+    enough = [cause for cause, share in shares.items() if share >= _LEAST]  # not if it is NaN
+    if not enough:
+        return None
+    cause = enough[0]
+    within = [wait for wait in enough if wait in _WAITS] if cause in _DOING else []
+    also = max(within, key=lambda wait: shares[wait], default="")
+    seconds = float(_seconds(mine, cause)[0])
+    return _fact(snapshot, ranks, cause, min(1.0, shares[cause]), seconds, mine, also=also)
 
 
 def _phases_in(spent: Spent) -> list[bytes]:
@@ -135,21 +160,47 @@ def _rows(snapshot: Snapshot, window: int, ranks: Sequence[int]) -> Spent:
 
 def _seconds(spent: Spent, cause: str) -> Floats:
     """Return the seconds of a cause in each row; NaN if they are not known."""
+    after_io = _after_io(spent)
+    no_cpu = spent["runnable_s"] - after_io.sum(axis=0)
     if cause == "gc":
         seconds = spent["gc_s"]
     elif cause == "throttled":
         # The sum over all CPUs of the cgroup says that throttling is why the thread had no CPU, and
         # not for how long.
-        is_throttled = spent["throttled_s"] >= spent["runnable_s"] / 2
-        seconds = np.where(is_throttled, spent["runnable_s"], np.nan)
+        seconds = np.where(spent["throttled_s"] >= no_cpu / 2, no_cpu, np.nan)
     elif cause == "no_cpu":
-        seconds = spent["runnable_s"]
+        seconds = no_cpu
+    elif cause in _IO:
+        waited = spent["disk_wait_s" if cause == "disk" else "blocked_s"]
+        seconds = np.minimum(waited + after_io[_IO.index(cause)], spent["seconds"])
+    elif cause in _OF_THE_CGROUP:
+        seconds = spent[f"{cause}_stall_s"]
     else:
-        names = {"disk": "disk_wait_s", "memory": "memory_stall_s", "io": "io_stall_s"}
-        seconds = spent[names.get(cause, f"{cause}_s")]
-    if cause in _SEEN:
+        seconds = spent[f"{cause}_s"]
+    if cause in _NEEDS_LOOKS:
         seconds = np.where(spent["seconds"] >= _LEAST_SEEN_S, seconds, np.nan)
     result: Floats = seconds
+    return result
+
+
+def _after_io(spent: Spent) -> Floats:
+    """Return for how long each row's thread had no CPU after it had waited for I/O.
+
+    On a busy machine, a thread that waits for a disk a thousand times waits for a CPU as often, and
+    without the disk it would not have slept. The kernel does not say what a thread slept for, so of
+    the time after its sleep as much belongs to I/O as of the sleep itself.
+
+    Returns:
+        Two rows: what belongs to the wait for disks, and to state D otherwise.
+    """
+    disk, blocked = (np.nan_to_num(spent[name]) for name in ("disk_wait_s", "blocked_s"))
+    # State D is seen at moments, and the wait for a disk is a part of it.
+    waits = np.stack([disk, np.maximum(blocked - disk, 0.0)])
+    asleep = spent["seconds"] - spent["running_s"] - spent["runnable_s"]
+    asleep = np.maximum(asleep, waits.sum(axis=0))
+    # If its switches are not known, all time in the queue counts as a lack of CPUs.
+    woken = np.nan_to_num(np.minimum(spent["woken_s"], spent["runnable_s"]))
+    result: Floats = np.divide(waits, asleep, out=np.zeros_like(waits), where=asleep > 0) * woken
     return result
 
 
@@ -160,12 +211,20 @@ def _fact(
     share: float,
     seconds: float,
     rows: Spent,
+    *,
+    also: str = "",
     name: bytes = b"",
 ) -> Fact:
     values = [("cause", cause), ("of_s", repr(float(rows["seconds"][0])))]
     values.append(("seconds", repr(seconds)))
     if cause == "gc" and rows["full_gc_s"][0] >= rows["gc_s"][0] / 2:
         values.append(("full", "yes"))
+    if cause in _IO:
+        after_s = float(_after_io(rows[:1])[_IO.index(cause), 0])
+        if after_s >= _WORTH_SAYING * seconds:
+            values.append(("without_cpu_s", repr(after_s)))
+    if also:
+        values += [("also", also), ("also_s", repr(float(_seconds(rows, also)[0])))]
     if name:
         values.append(("name", clean(name.decode("utf-8", "replace"))))
     subject = ranks_of(snapshot, ranks)

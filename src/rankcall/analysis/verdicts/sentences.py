@@ -508,21 +508,36 @@ _SPENT_ON = {
 def _spent_on(fact: Fact) -> str:
     its = verbs_for(len(who(fact).numbers), live=True).its
     text = _SPENT_ON[fact.value("cause")].format(its=its, name=fact.value("name"))
+    if fact.value("without_cpu_s"):
+        text += f", {_seconds_in(fact, 'without_cpu_s')} of it for a CPU after that"
     return f"{text} (mostly full collections)" if fact.value("full") else text
+
+
+def _seconds_in(fact: Fact, name: str) -> str:
+    return duration(float(fact.value(name)))
+
+
+def _also_spent(fact: Fact) -> str:
+    """Write the sentence about the wait that a cause contains; empty without one."""
+    if not fact.value("also"):
+        return ""
+    they = verbs_for(len(who(fact).numbers), live=True).they
+    of_s, also_s = _seconds_in(fact, "of_s"), _seconds_in(fact, "also_s")
+    return f" Of these {of_s}, {they} spent {also_s} {_SPENT_ON[fact.value('also')]}."
 
 
 def _absent_because(fact: Fact, live: bool) -> str:
     verbs = verbs_for(len(who(fact).numbers), live)
-    seconds, of_s = (duration(float(fact.value(name))) for name in ("seconds", "of_s"))
-    return f"Since {verbs.its} last call, {verbs.they} spent {seconds} of {of_s} {_spent_on(fact)}."
+    spent = f"{_seconds_in(fact, 'seconds')} of {_seconds_in(fact, 'of_s')} {_spent_on(fact)}"
+    return f"Since {verbs.its} last call, {verbs.they} spent {spent}.{_also_spent(fact)}"
 
 
 def _late_because(fact: Fact, live: bool) -> str:
     verbs = verbs_for(len(who(fact).numbers), live)
-    seconds, of_s = (duration(float(fact.value(name))) for name in ("seconds", "of_s"))
+    spent = f"{_seconds_in(fact, 'seconds')} of {_seconds_in(fact, 'of_s')} {_spent_on(fact)}"
     return (
-        f"{begin_sentence(verbs.they)} spent {seconds} of {of_s} {_spent_on(fact)}: that explains "
-        f"{fact.number:.0f} % of {verbs.its} lateness."
+        f"{begin_sentence(verbs.they)} spent {spent}: that explains {fact.number:.0f} % of "
+        f"{verbs.its} lateness.{_also_spent(fact)}"
     )
 
 
