@@ -15,7 +15,7 @@ from rankcall.run.load import load
 
 pytestmark = pytest.mark.multiproc
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "reasons.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "last-words.md"
 
 
 def quoted(folder: Path) -> list[Fact]:
@@ -27,8 +27,7 @@ def quoted(folder: Path) -> list[Fact]:
 
 def test_the_job_of_the_guide(tmp_path: Path) -> None:
     """A rank raises: its traceback is in the verdict, and all words still come out of stderr."""
-    section = GUIDE.read_text().partition("## What a rank said last")[2]
-    script = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    script = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
     (tmp_path / "fails.py").write_text(script)
     ended = launch("run", "--nproc-per-node", "2", "fails.py", cwd=tmp_path, timeout=200)
     assert ended.status == 1
