@@ -65,7 +65,7 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	$(BIN)/rankcall build || true
 	$(BIN)/python -m compileall -q src tests benchmarks examples tools || true
-	$(BIN)/python -m pytest -q -m 'not slow' -n 4 --dist worksteal
+	$(BIN)/python -m pytest -q -m 'not slow' -n 6 --dist worksteal
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -q --hypothesis-profile=long --timeout=1800 -o faulthandler_timeout=1700

@@ -35,10 +35,10 @@ class Process:
         times = self.trains if thread == TRAINS else self.mine
         return ThreadTimes(*(value * MS for value in times)) if times else None
 
-    def look(self, after: int, late: int = 0) -> dict[str, int]:
+    def look(self, after: int, late: int = 0, collected_late: int = 0) -> dict[str, int]:
         """Look after so long, so late; return the counters in ms."""
         due, self.now = self.now + after, self.now + after + late
-        self.moments.look(TRAINS, due * MS, self.collected * MS)
+        self.moments.look(TRAINS, due * MS, self.collected * MS, collected_late * MS)
         return {name: value // MS for name, value in self.moments.counters().items()}
 
 
@@ -69,6 +69,16 @@ def test_a_look_that_comes_late_shows_no_phase(process: Process) -> None:
     assert process.look(250, late=30)["data_loader_ns"] == 0
     process.mine[1] += 30
     assert process.look(250, late=30)["data_loader_ns"] == 280
+
+
+def test_a_look_that_a_collection_or_a_run_queue_made_late(process: Process) -> None:
+    """The training thread could not go on either, so what it does now, it did then."""
+    process.doing = "checkpoint"
+    assert process.look(250, late=100, collected_late=90)["checkpoint_ns"] == 350
+    process.trains[1] += 315  # of 350 ms, nine tenths: so of the 100 ms, it may have moved for 10
+    assert process.look(250, late=100)["checkpoint_ns"] == 700
+    process.trains[1] += 175  # half of the time: it may have moved for 50 ms
+    assert process.look(250, late=100)["checkpoint_ns"] == 700
 
 
 def test_without_frames_phases_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,9 @@ class Relation(str, Enum):
     STILL_IN_TRANSFER = "still_in_transfer"  # the ranks that do not leave
 
     # Why: what the ranks spent at least half of that time on, in % of it. values: cause, seconds,
-    # of_s (the time that was looked at), full (most of the collections were full ones), name (of
-    # the phase)
+    # of_s (the time that was looked at), full (most of the collections were full ones),
+    # without_cpu_s (of the seconds, for a CPU after a wait for a disk), also and also_s (a wait
+    # that the cause contains), name (of the phase)
     ABSENT_BECAUSE = "absent_because"  # since their last call
     LATE_BECAUSE = "late_because"  # all along, and more than the others
 
