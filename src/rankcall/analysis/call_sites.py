@@ -93,7 +93,7 @@ class SiteTimes:
         for key in self._rows:
             own = key[0].own
             files.setdefault(own.file, {}).setdefault(own.function, []).append(key)
-        return _slowest_first(self._file(*each) for each in files.items())
+        return _slowest_first(self._file(name, functions) for name, functions in files.items())
 
     def _file(self, name: str, functions: dict[str, list[Key]]) -> SiteBranch:
         keys = [key for some in functions.values() for key in some]

@@ -170,9 +170,7 @@ class Relation(str, Enum):
     ENDED_FROM_OUTSIDE = "ended_from_outside"  # something that is no rank did. values: what
     PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
     PROCESS_RAISED = "process_raised"  # whose rank is not known. values: error, pid, host
-    PROCESS_GONE = (
-        "process_gone"  # whose rank is not known, as a framework says. values: by, pid, host
-    )
+    PROCESS_GONE = "process_gone"  # a framework misses it. values: by, pid, host
     WAITED_FOR = "waited_for"  # a library names whom it waited for. values: peer, pid
     KERNEL_REPORTS = "kernel_reports"  # a device, a port or the processor. values: error, host
     LINK_ERRORS = "link_errors"  # of a host. values: host, end (host or peer), all

@@ -190,7 +190,7 @@ def _data(
     if maps:
         data["map"] = {key: maps[key] for key in ("bins", "bin_s", "highest_ms")}
         of_each = ("rows", "fold", "names", "height")
-        data["map"]["maps"] = [{key: each[key] for key in of_each} for each in maps["maps"]]
+        data["map"]["maps"] = [{key: late_map[key] for key in of_each} for late_map in maps["maps"]]
     if traffic and traffic["src"]:
         data["traffic"] = {key: traffic[key] for key in ("hosts", "highest")}
     return data
