@@ -71,9 +71,10 @@ def oldest_in_flight(job: RecordedJob) -> list[int]:
 def test_a_device_that_never_starts_is_named(jobs: RecordedJobs) -> None:
     """With the back end's timing, the rank whose device has not started the call is named."""
     job = stall(jobs, LOOP.replace("{then}", WAIT), TORCH_NCCL_ENABLE_TIMING="1")
-    while (one := findings(job)[0])["kind"] != "missing":
+    while not (found := findings(job)) or found[0]["kind"] != "missing":
         # Each rank reads the status once a second.
-        assert time.monotonic() < job.job.deadline, one
+        assert time.monotonic() < job.job.deadline, found
+    one = found[0]
     assert (one["kind"], one["ranks"], one["victims"]) == ("missing", [1], [0])
     assert [one["seq"]] * 2 == oldest_in_flight(job)
     fact = one["facts"][0]
@@ -100,8 +101,10 @@ def test_without_starts_it_says_what_it_cannot_tell(
 def test_devices_that_both_started(jobs: RecordedJobs) -> None:
     """If both have started the call, the transfer itself is stuck, and no rank is named."""
     job = stall(jobs, LOOP.replace("{then}", WAIT), "nccl", TORCH_NCCL_ENABLE_TIMING="1")
-    while (one := findings(job)[0])["facts"][0]["relation"] != "stuck_transfer":
-        assert time.monotonic() < job.job.deadline, one
+    # At first, the last end on the device is younger than the threshold, and nothing is found.
+    while not (found := findings(job)) or found[0]["facts"][0]["relation"] != "stuck_transfer":
+        assert time.monotonic() < job.job.deadline, found
+    (one,) = found
     assert (one["kind"], one["ranks"], one["victims"]) == ("stuck", [], [0, 1])
     job.tell("end")
     job.job.succeed()
