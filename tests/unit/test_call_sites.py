@@ -41,7 +41,7 @@ def test_each_site_once_and_sums_over_records(tmp_path: Path) -> None:
     spent: dict[tuple[str, str], dict[int, float]] = {}
     calls: dict[tuple[str, str], int] = {}
     for ring in run.rings:
-        records = ring.records[: len(ring.records)]
+        records = ring.records
         sites = [ring.tables.sites[int(number)].own for number in records["call_site"]]
         lasts = records["completed_ns"].astype(np.int64) - records["started_ns"].astype(np.int64)
         for site, ns in zip(sites, lasts.tolist(), strict=True):
