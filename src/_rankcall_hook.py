@@ -2,11 +2,12 @@
 
 Python imports this file at start-up: by ``rankcall.pth`` (by ``rankcall.start`` from Python 3.15
 on) if ``RANKCALL`` is set, and by the sitecustomize that ``rankcall run`` and ``rankcall exec`` put
-on PYTHONPATH. It must cost almost nothing in a process that never creates a group, and let no
-exception out. Below a job run Pythons of any age, for example those of command-line tools, so this
-file is written in what Python 2.7 and each later version can read: without annotations and
-f-strings. In a Python that is too old for rankcall, it says so if a process creates a group, and
-does nothing else.
+on PYTHONPATH. Where Python reads no ``.pth`` files (``pip install --target``, a zip file), torch
+calls ``install`` at the end of its own import, as a back end's entry point. The file must cost
+almost nothing in a process that never creates a group, and let no exception out. Below a job run
+Pythons of any age, for example those of command-line tools, so this file is written in what Python
+2.7 and each later version can read: without annotations and f-strings. In a Python that is too old
+for rankcall, it says so if a process creates a group, and does nothing else.
 
 A process becomes a rank by its first call of ``init_process_group`` or ``init_rpc``. Launchers,
 data loaders and compile workers import torch as well, but never call these.
@@ -139,7 +140,10 @@ def _wrap(module, name):
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
             raise
 
-    setattr(module, name, wrapper)
+    # Other modules of torch that were imported earlier have taken the function over.
+    for other in [sys.modules[key] for key in list(sys.modules) if key.startswith("torch.")]:
+        if getattr(other, "__dict__", {}).get(name) is original:
+            setattr(other, name, wrapper)
 
 
 def supervise():

@@ -51,17 +51,7 @@ class Environment:
 
     def run(self, *args: str, cwd: Path, env: Mapping[str, str]) -> tuple[str, str]:
         """Run a program; return stdout and stderr."""
-        bare = {name: os.environ[name] for name in ("PATH", "HOME", "RANKCALL_SHM")}
-        done = subprocess.run(
-            [str(self.python), *args],
-            cwd=cwd,
-            env={**bare, "RANKCALL_CAPTURE": "python", "GLOO_SOCKET_IFNAME": "lo", **env},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr
+        return run_bare([str(self.python), *args], cwd=cwd, env=env)
 
     def _say(self, code: str) -> str:
         done = subprocess.run(
@@ -70,19 +60,38 @@ class Environment:
         return done.stdout.strip()
 
     def _pip(self, *args: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "--python", str(self.python), "-q", *args],
-            env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
+        _pip("--python", str(self.python), *args)
+
+
+def run_bare(command: list[str], cwd: Path, env: Mapping[str, str]) -> tuple[str, str]:
+    """Run a program with little of this environment; return stdout and stderr."""
+    bare = {name: os.environ[name] for name in ("PATH", "HOME", "RANKCALL_SHM")}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**bare, "RANKCALL_CAPTURE": "python", "GLOO_SOCKET_IFNAME": "lo", **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def _pip(*args: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "-q", *args],
+        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Build the wheel, fetching nothing, and install it into a fresh environment."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel, fetching nothing."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
@@ -91,7 +100,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
         timeout=240,
         capture_output=True,
     )
-    (wheel,) = folder.glob("*.whl")
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Install the wheel into a fresh environment."""
     made = Environment(tmp_path_factory.mktemp("venv") / "venv", wheel)
     made.share_packages()
     return made
@@ -160,6 +175,30 @@ def test_isolated_pythons(environment: Environment, tmp_path: Path, option: str)
     (tmp_path / "train.py").write_text(PROGRAM)
     out, _ = environment.run(option, "train.py", cwd=tmp_path, env={"RANKCALL": "1"})
     assert out.split()[1] == "True"
+
+
+@pytest.mark.parametrize("as_zip", [False, True])
+def test_the_variable_where_no_pth_is_read(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, as_zip: bool
+) -> None:
+    """Installed with ``--target``, or as a zip file on PYTHONPATH: the variable alone records."""
+    place = wheel
+    if not as_zip:
+        place = tmp_path_factory.mktemp("target")
+        _pip("install", "--no-deps", "--no-index", "--target", str(place), str(wheel))
+    # The program takes the function from a module that torch has imported before the hook runs.
+    program = PROGRAM.replace("dist.init_process_group", "device_mesh.init_process_group")
+    program = "from torch.distributed import device_mesh\n" + program
+    (tmp_path / "train.py").write_text(program)
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    path = os.pathsep.join([str(place), *packages])
+    for value, records in (("0", "False"), ("1", "True")):
+        env = {"PYTHONPATH": path, "RANKCALL": value}
+        # -S: no site-packages and no .pth file of this environment.
+        out, _ = run_bare([sys.executable, "-S", "train.py"], cwd=tmp_path, env=env)
+        assert out.split()[0].startswith(str(place))
+        assert out.split()[1] == records
+        assert (tmp_path / "rankcall-runs").exists() == (records == "True")
 
 
 def test_uninstalling_leaves_nothing(environment: Environment) -> None:

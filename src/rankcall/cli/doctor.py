@@ -12,6 +12,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import typer
@@ -191,12 +192,19 @@ def _started() -> Iterator[Check]:
     switch = os.environ.get("RANKCALL")
     if switch == "0":
         yield Check("RANKCALL", BAD, "is 0 here, which switches recording off everywhere")
-    elif line.exists():
+    elif line.exists() or _torch_calls_us():
         how = "is set: every job is recorded" if switch else "is not set; RANKCALL=1 records a job"
         yield Check("RANKCALL", OK, how)
     else:
         text = f"has no effect: {line} is missing; rankcall run and rankcall exec work without it"
         yield Check("RANKCALL", WEAK, text)
+
+
+def _torch_calls_us() -> bool:
+    """Return whether torch switches recording on at the end of its import."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":  # torch then calls no entry point
+        return False
+    return any(entry.name == "rankcall" for entry in entry_points(group="torch.backends"))
 
 
 def _store() -> Iterator[Check]:
