@@ -45,9 +45,6 @@ LEFT_OUT = {
 }
 # torch issues the collectives of tensor parallelism in C++, behind the mode that plants the faults.
 NOT_NATIVE = ("tp-hang",)
-# Three ranks go through with wrong results, and the fourth is alone in its last call. The watcher
-# says so; a diagnosis from outside names the call in which the sizes differed, long before.
-WATCHER_IS_WRONG = ("wrong-shape-fsdp2",)
 FAST = (
     "python-hang",
     "three-deep",

@@ -14,7 +14,6 @@ from scenarios_on_devices import (
     LEFT_OUT,
     NOT_NATIVE,
     ON_DEVICES,
-    WATCHER_IS_WRONG,
     start_fork_server,
 )
 
@@ -28,8 +27,6 @@ def _ranks_on_devices(devices: None) -> None:
 
 def _marked(scenario: Scenario) -> object:
     marks = [] if scenario.name in FAST else [pytest.mark.slow]
-    if scenario.name in WATCHER_IS_WRONG:
-        marks.append(pytest.mark.xfail(strict=True, reason="the watcher names the last call"))
     return pytest.param(scenario, id=scenario.name, marks=marks)
 
 
@@ -46,5 +43,5 @@ def test_scenario(scenario: Scenario, capture: str, tmp_path: Path) -> None:
 
 def test_the_tables_name_scenarios() -> None:
     """Each name in the tables of this suite is a scenario's."""
-    tables = {*CAUSES, *GO_THROUGH, *LEFT_OUT, *NOT_NATIVE, *WATCHER_IS_WRONG, *FAST}
+    tables = {*CAUSES, *GO_THROUGH, *LEFT_OUT, *NOT_NATIVE, *FAST}
     assert tables <= {scenario.name for scenario in ALL}

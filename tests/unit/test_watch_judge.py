@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from diagnosing import RANK_2_MISSING, SECOND, WORLD, causes, diagnose_calls, unfinished
 from torch.distributed import HashStore
-from worlds import together
+from worlds import MS, together, write_world
 
 from rankcall.analysis.snapshot import FAILED, RankState, Snapshot
 from rankcall.analysis.verdicts import settles_in
@@ -22,7 +22,9 @@ from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.over import quiet_if_over
 from rankcall.job.judge import Judge
 from rankcall.job.other_nodes import Agreed, Exchange
+from rankcall.record import FLAG_DEVICE
 from rankcall.ring.tables import Group
+from rankcall.run.load import load
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))
 # All wait for rank 2. After 67 s it enters another call, which rank 3 does not enter.
@@ -76,6 +78,33 @@ def test_a_leader_looks_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(judge, "_snapshot", lambda headers: early)
     no_rings: Any = {}
     assert [judge.look(no_rings, 7, False) for _ in range(2)] == [False, True]
+
+
+def test_a_difference_far_back(tmp_path: Path) -> None:
+    """A node that has all ranks looks back as far as a diagnosis from outside.
+
+    Rank 0 passed another size 180 calls ago, and the call went through, as NCCL lets it. A node of
+    a larger job would have to send so many calls to the other nodes, so it keeps fewer.
+    """
+    calls = [
+        call
+        for seq in range(1, 201)
+        for call in together(seq, [0] * 4, seq * MS, WORLD, line=7, flags=FLAG_DEVICE)
+    ]
+    odd = calls.index(next(call for call in calls if (call.rank, call.seq) == (0, 20)))
+    calls[odd] = replace(calls[odd], bytes=8192)
+    calls[-4] = replace(calls[-4], end=None)
+    seen = {}
+    for world_size in (4, 8):
+        run = write_world(tmp_path / f"run-{world_size}", calls, world_size=world_size)
+        judge = Judge(run, 60.0)
+        headers = {head.header.rank: head.header for head in load(run).heads}
+        seen[world_size] = judge._snapshot(headers)
+    found = judge._hangs(seen[4])
+    assert [(finding.kind, finding.ranks, finding.seq) for finding in found] == [
+        ("mismatch", (0,), 20)
+    ]
+    assert len(seen[8].calls) == 4 * 64
 
 
 def test_several_nodes_look_again_once(

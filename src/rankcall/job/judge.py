@@ -48,7 +48,7 @@ from rankcall.run.tails import keep_tails
 
 logger = logging.getLogger("rankcall.watch")
 
-_WINDOW = 64  # calls kept of each rank
+_WINDOW_SENT = 64  # calls of each rank that other nodes are sent
 _PAUSE_S = (1.0, 15.0)  # between two looks at overdue calls without a verdict; it doubles
 MOST_POLL_S = 30.0  # a viewer waits for so long until the other nodes notice
 _MOST_TOLD = 15  # earlier hangs whose ends are waited for
@@ -236,7 +236,11 @@ class Judge:
         run = load(self._run_dir).only(
             attempt, tails_of=()
         )  # other nodes say how their ranks stand
-        snapshot = snapshot_of_run(run, window=_WINDOW)
+        # A difference that lets calls through, as NCCL does, can lie hundreds of calls back: a
+        # node that judges alone looks as far back as a diagnosis from outside.
+        world = max(head.header.world_size for head in run.heads)
+        judges_alone = len({head.header.rank for head in run.heads}) == world
+        snapshot = snapshot_of_run(run, window=None if judges_alone else _WINDOW_SENT)
         snapshot.waited_before = waits_that_ended(kept_in(self._run_dir))
         # Other nodes' rings are on those nodes.
         snapshot.problems = without(snapshot.problems, ProblemKind.MISSING_RANKS)
