@@ -20,7 +20,7 @@ for _ in range(300):
 {then}
 """
 # The fault must not strike between the start of a call, as the back end sees it, and the operation
-# itself. So rank 1 goes on only once a kernel of its device has not begun for so long.
+# itself. So these ranks go on only once a kernel of their device has not begun for so long.
 UNTIL_STRUCK = """
 def is_struck():
     y.add_(1); event = torch.cuda.Event(); event.record()
@@ -29,7 +29,7 @@ def is_struck():
     return not event.query()
 y = torch.ones(1, device="cuda"); side = torch.cuda.Stream()
 with torch.cuda.stream(side):
-    if rank == 1: wait_until(is_struck)
+    if rank in {stalled}: wait_until(is_struck)
 """
 WAIT = 'wait_told("end"); os._exit(0)'
 # With TORCH_NCCL_ENABLE_TIMING=1, ProcessGroupNCCL tells which op its device has started last. The
@@ -39,24 +39,42 @@ TELLS_STARTS = pytest.mark.skipif(not HAS_STARTS, reason="this torch's back end 
 WATCH = 'from rankcall import watch\nwatch.start(hang_after=3, on_hang="abort")\n'
 
 
-def stall(jobs: RecordedJobs, program: str, scope: str = "all", **env: str) -> RecordedJob:
-    """Start a job on two ranks, and let rank 1's device start no more operations.
+def stall(
+    jobs: RecordedJobs,
+    program: str,
+    scope: str = "all",
+    *,
+    size: int = 2,
+    stalled: tuple[int, ...] = (1,),
+    **env: str,
+) -> RecordedJob:
+    """Start a job, and let the devices of the ``stalled`` ranks start no more operations.
 
-    With the scope ``nccl``, it starts no more of NCCL's: its stream does come to each of them, and
-    that is what the back end calls a start.
+    With the scope ``nccl``, they start no more of NCCL's: their streams do come to each of them,
+    and that is what the back end calls a start.
     """
-    job = jobs.start(2, program.replace("{until_struck}", UNTIL_STRUCK * (scope == "all")), **env)
-    job.wait_for(lambda rows: rows.filter(seq=1).height == 2)
-    job.faults.order(Fault("stall", rank=1, scope=scope))
+    until_struck = UNTIL_STRUCK.replace("{stalled}", str(stalled)) * (scope == "all")
+    job = jobs.start(size, program.replace("{until_struck}", until_struck), **env)
+    # The call before the loop is over, so that the fault does not strike in it.
+    job.wait_for(lambda rows: rows.filter(seq=1, status="completed").height == size)
+    for rank in stalled:
+        job.faults.order(Fault("stall", rank=rank, scope=scope))
     job.tell("ordered")
     return job
 
 
-def findings(job: RecordedJob) -> list[dict[str, Any]]:
-    """Return what diagnose finds, once all calls have been issued and some are overdue."""
-    job.wait_for(lambda rows: rows.filter(seq=301).height == 2)
+def diagnosed(job: RecordedJob) -> dict[str, Any]:
+    """Return what diagnose says, once all calls have been issued and some are overdue."""
+    size = len(job.job.ranks)
+    job.wait_for(lambda rows: rows.filter(seq=301).height == size)
     found = job.command("diagnose", "--json", "--hang-after", "0.2").stdout
-    result: list[dict[str, Any]] = json.loads(found)["findings"]
+    result: dict[str, Any] = json.loads(found)
+    return result
+
+
+def findings(job: RecordedJob) -> list[dict[str, Any]]:
+    """Return the findings of ``diagnosed``."""
+    result: list[dict[str, Any]] = diagnosed(job)["findings"]
     return result
 
 
@@ -64,32 +82,50 @@ def oldest_in_flight(job: RecordedJob) -> list[int]:
     """Return the numbers of each rank's oldest call that has not ended."""
     rows = job.records()
     rows = rows.filter(rows["completed_ns"].is_null())
-    return [rows.filter(rank=rank)["seq"].min() for rank in (0, 1)]
+    return [rows.filter(rank=rank)["seq"].min() for rank in range(len(job.job.ranks))]
 
 
 @TELLS_STARTS
-def test_a_device_that_never_starts_is_named(jobs: RecordedJobs) -> None:
-    """With the back end's timing, the rank whose device has not started the call is named."""
-    job = stall(jobs, LOOP.replace("{then}", WAIT), TORCH_NCCL_ENABLE_TIMING="1")
-    while not (found := findings(job)) or found[0]["kind"] != "missing":
-        # Each rank reads the status once a second.
+@pytest.mark.parametrize(("size", "stalled"), [(2, (1,)), (3, (0,)), (4, (1, 2))])
+def test_a_device_that_never_starts_is_named(
+    jobs: RecordedJobs, size: int, stalled: tuple[int, ...]
+) -> None:
+    """With the back end's timing, the ranks whose devices have not started the call are named.
+
+    Each rank stands in that one call, wherever the verdict speaks of it.
+    """
+    env = {"TORCH_NCCL_ENABLE_TIMING": "1"}
+    job = stall(jobs, LOOP.replace("{then}", WAIT), size=size, stalled=stalled, **env)
+    others = [rank for rank in range(size) if rank not in stalled]
+    # Each rank reads the status once a second, so at first, not all starts are known. A call that
+    # is younger than two seconds may have ended since.
+    while not _is_clear(found := diagnosed(job), others):
         assert time.monotonic() < job.job.deadline, found
-    one = found[0]
-    assert (one["kind"], one["ranks"], one["victims"]) == ("missing", [1], [0])
-    assert [one["seq"]] * 2 == oldest_in_flight(job)
-    fact = one["facts"][0]
-    assert (fact["relation"], fact["others"]["ranks"]) == ("not_started", [0])
+    (one,) = found["findings"]
+    assert (one["kind"], one["ranks"], one["victims"]) == ("missing", [*stalled], others)
+    assert one["facts"][0]["relation"] == "not_started"
+    assert [one["seq"]] * size == oldest_in_flight(job)
+    assert [row["seq"] for row in found["ranks"]] == [one["seq"]] * size
     job.tell("end")
     job.job.succeed()
 
 
+def _is_clear(found: dict[str, Any], others: list[int]) -> bool:
+    """Tell whether diagnose has seen that the others have started, and that all are in a call."""
+    if not found["findings"] or any(row["stands"] != "in" for row in found["ranks"]):
+        return False
+    started = found["findings"][0]["facts"][0]["others"]
+    return started is not None and started["ranks"] == others
+
+
 @pytest.mark.parametrize("timing", ["0"] if HAS_STARTS else ["0", "1"])
+@pytest.mark.parametrize(("size", "stalled"), [(2, (1,)), (4, (1, 2))])
 def test_without_starts_it_says_what_it_cannot_tell(
-    jobs: RecordedJobs, capture: str, timing: str
+    jobs: RecordedJobs, capture: str, timing: str, size: int, stalled: tuple[int, ...]
 ) -> None:
-    """Both ranks have issued the call, and nothing tells which device has started it."""
+    """All ranks have issued the call, and nothing tells which devices have started it."""
     env = {"RANKCALL_CAPTURE": capture, "TORCH_NCCL_ENABLE_TIMING": timing}
-    job = stall(jobs, LOOP.replace("{then}", WAIT), **env)
+    job = stall(jobs, LOOP.replace("{then}", WAIT), size=size, stalled=stalled, **env)
     (one,) = findings(job)
     assert (one["kind"], one["ranks"]) == ("stuck", [])
     assert one["facts"][0]["relation"] == "start_unknown"
@@ -111,16 +147,19 @@ def test_devices_that_both_started(jobs: RecordedJobs) -> None:
 
 
 @pytest.mark.parametrize("timing", ["0", "1"])
-def test_the_watcher_speaks_and_ends_the_job(jobs: RecordedJobs, timing: str) -> None:
-    """With ``on_hang="abort"``, a device that never starts its op ends the job, on all ranks."""
+@pytest.mark.parametrize(("size", "stalled"), [(2, (1,)), (4, (1, 2))])
+def test_the_watcher_speaks_and_ends_the_job(
+    jobs: RecordedJobs, timing: str, size: int, stalled: tuple[int, ...]
+) -> None:
+    """With ``on_hang="abort"``, devices that never start their op end the job, on all ranks."""
     program = WATCH + LOOP.replace("{then}", "torch.cuda.synchronize()")
-    job = stall(jobs, program, TORCH_NCCL_ENABLE_TIMING=timing)
+    job = stall(jobs, program, size=size, stalled=stalled, TORCH_NCCL_ENABLE_TIMING=timing)
     ranks = job.job.wait()
     assert all(rank.status not in (0, None) for rank in ranks), job.job.report()
-    told = "\n".join(rank.output for rank in ranks)
+    told = " ".join(" ".join(rank.output for rank in ranks).split())
     if timing == "1" and HAS_STARTS:
-        assert "missing: Rank 1" in told
-        assert "has not started all_reduce" in told
+        assert f"missing: Rank{'s 1-2' if len(stalled) > 1 else ' 1'} " in told
+        assert "has not started all_reduce" in told or "have not started all_reduce" in told
     else:
-        assert "stuck (possible): All 2 ranks have issued all_reduce" in told
-        assert "Whether each device has started it is not known." in " ".join(told.split())
+        assert f"stuck (possible): All {size} ranks have issued all_reduce" in told
+        assert "Whether each device has started it is not known." in told

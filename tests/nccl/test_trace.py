@@ -17,6 +17,7 @@ path = f"{folder}/{rank}.jsonl"
 handle = trace.enable("ALL", print_=False, sinks=[trace.JsonLines(folder + "/{rank}.jsonl"),
                                                  trace.Parquet(folder)])
 init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
+z = torch.ones(128, device="cuda")
 def step():
     dist.all_reduce(x); dist.broadcast(y, 0, async_op=True).wait()
     (dist.send if rank == 0 else dist.recv)(y, 1 - rank)
@@ -28,17 +29,29 @@ def lines(folder: Path, rank: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("ending", ["handle.stop(60)", "pass"])
+ENDINGS = {
+    "stopped": "dist.destroy_process_group(); handle.stop(60)",
+    "destroyed": "dist.destroy_process_group()",
+    "not destroyed": "",
+    "a group before": "dist.destroy_process_group(second); dist.destroy_process_group()",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_a_short_job_has_all_lines(
     jobs: RecordedJobs, capture: str, ending: str, tmp_path: Path
 ) -> None:
-    """A job that ends at once, by itself or after its trace, has a line with each end."""
+    """A job that ends at once, in whichever way, has a line with the end of each op of each group.
+
+    The last ops end within the last second, in which no thread of rankcall's has looked.
+    """
     jobs.run(
         2,
         PROGRAM
         + f"""
-for _ in range(20): step()
-torch.cuda.synchronize(); dist.destroy_process_group(); {ending}
+second = dist.new_group()
+for _ in range(20): step(); dist.all_gather_into_tensor(z, x, group=second)
+torch.cuda.synchronize(); {ENDINGS[ending]}
 """,
         RANKCALL_CAPTURE=capture,
         TRACES=str(tmp_path),
@@ -48,12 +61,13 @@ torch.cuda.synchronize(); dist.destroy_process_group(); {ending}
         assert Counter(line["name"] for line in found) == {
             "all_reduce": 20,
             "broadcast": 20,
+            "all_gather": 20,
             "send" if rank == 0 else "recv": 20,
         }
         assert not any("end_unknown" in line for line in found)
         assert {line["duration_ms"] for line in found} == {None}  # there are no device times
     rows = pl.concat(pl.read_parquet(path) for path in tmp_path.glob("rank-*.parquet"))
-    assert rows.height == 120
+    assert rows.height == 160
     assert set(rows["status"]) == {"completed"}
 
 
