@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -130,17 +130,61 @@ def test_the_page_makes_its_files_there(hostile: tuple[Path, Path], tmp_path: Pa
     assert not marker.exists()
 
 
+# What starts a process or runs a file, and why nothing of the working directory is imported there.
+# Those that begin with ``run_command`` or ``run_function`` need no reason.
+STARTS = {
+    ("_native.py", "command"): "the compiler",
+    ("cli/doctor.py", "[*command, sys.executable, 'trial.py']"): "a program in its own folder",
+    ("cli/environment.py", "str(_HOOK)"): "a file of ours, by its absolute path",
+    ("cli/exec.py", "args"): "the user's command",
+    ("imports/node.py", "[path, *options]"): "a program of the system, found on a fixed path",
+    ("recovery/health.py", "['/bin/sh', '-c', command]"): "the user's command",
+    ("run/profiles.py", "command"): "py-spy, which is no Python program",
+    ("run/stacks.py", "[spy, 'dump', *options, '--pid', str(header.pid)]"): "py-spy",
+    ("serve/downloads.py", "['nice', '-n', '10', *command] if shutil.which('nice') else command"): (
+        "``run_command``, tried in test_the_page_makes_its_files_there"
+    ),
+    ("testing/rank.py", "job.file"): "the user's program",
+    ("testing/spawn.py", "'forkserver'"): "the user's tests, in the user's folder",
+}
+_STARTING = {
+    "subprocess": {"run", "Popen", "call", "check_call", "check_output", "getoutput"},
+    "multiprocessing": {"Process", "Pool", "get_context", "Manager"},
+    "runpy": {"run_path", "run_module"},
+    "os": {"system", "popen", "posix_spawn", "posix_spawnp"},
+    "asyncio": {"create_subprocess_exec", "create_subprocess_shell"},
+    "pty": {"spawn"},
+}
+
+
+def starts_of(source: str) -> Iterator[str]:
+    """Return the first argument of each call that starts a process or runs a file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            is_exec = module == "os" and name.startswith(("exec", "spawn"))
+            if is_exec or name in _STARTING.get(module, ()) or name == "ProcessPoolExecutor":
+                yield ast.unparse(node.args[0]) if node.args else ""
+
+
 def test_every_interpreter_is_started_here() -> None:
-    """``sys.executable`` is run by this module only, and by what runs the user's own program."""
-    started = {
-        str(path.relative_to(PACKAGE))
+    """A process that is started anywhere else is no Python of ours, or is the user's own."""
+    found = {
+        (str(path.relative_to(PACKAGE)), argument)
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and ast.unparse(node) == "sys.executable"
-        # ``Path(sys.executable)`` looks for a program beside the interpreter.
-        and "Path(sys.executable)" not in path.read_text()
+        for argument in starts_of(path.read_text())
+        if not argument.startswith(("run_command(", "run_function("))
     }
-    # The trial of ``doctor`` is a program in a folder of its own.
-    assert started <= {"interpreter.py", "cli/doctor.py"}
-    assert sys.executable
+    assert found == STARTS.keys()
+
+
+def test_modules_that_start_processes_keep_their_names() -> None:
+    """Under another name, a call that starts a process would not be found."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names if alias.asname}
+                assert names.isdisjoint(_STARTING), path
+            elif isinstance(node, ast.ImportFrom) and node.module in _STARTING:
+                starting = _STARTING[node.module] & {alias.name for alias in node.names}
+                assert not starting, (path, starting)
