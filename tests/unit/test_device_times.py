@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -204,6 +204,30 @@ def test_the_pace_is_the_devices(tmp_path: Path, timed: bool) -> None:
         assert now.share == pytest.approx(sum(shares) / 2, rel=0.05)
     else:
         assert now.share is None
+
+
+@pytest.mark.parametrize("seconds", [4.2, 6.0])
+def test_hosts_far_ahead_are_no_pace(tmp_path: Path, seconds: float) -> None:
+    """The hosts issue all steps at once, at 10,000 a second: the devices do 30 of them a second."""
+    true = job(ahead=STEPS, timed=False)
+    now = round(seconds * 1000) * MS
+    open_calls = [replace(call, end=None) for call in true.calls if (call.end or 0) > now]
+    calls = [call for call in true.calls if (call.end or 0) <= now] + open_calls
+    run = load(write_world(tmp_path / "run", calls, closed=lambda rank: False))
+    snapshot = snapshot_of_run(run, state_of=lambda header: "alive", now_ns=lambda: START + now)
+    found = pace(snapshot)
+    assert found.steps_per_s == pytest.approx(true.steps_per_s, rel=0.05)
+    assert found.calls_per_s == pytest.approx(true.steps_per_s, rel=0.5)  # by whole seconds
+
+
+def test_a_device_that_ends_steps_issued_long_ago_goes_on(tmp_path: Path) -> None:
+    """The last steps were issued a minute ago, and the devices end some of them every second."""
+    true = job((1000.0, 1000.0), ahead=100, steps=100, timed=False)
+    snapshot = live(tmp_path, true)
+    assert float(snapshot.calls["age_s"].min()) > 60
+    found = pace(snapshot)
+    assert found.steps_per_s == pytest.approx(1.0, rel=0.05)
+    assert found.calls_per_s == pytest.approx(1.0, rel=0.25)  # 12 ends in 10 s
 
 
 def test_patience_follows_the_devices(tmp_path: Path) -> None:

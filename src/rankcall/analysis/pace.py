@@ -14,6 +14,7 @@ from rankcall.analysis.windows import known_since_s
 from rankcall.record import FLAG_DEVICE
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
 
@@ -52,7 +53,9 @@ def pace(snapshot: Snapshot) -> Pace:
     step = usual_step_s(snapshot)
     if snapshot.live:
         recent_s = max(_RECENT_S, _RECENT_STEPS * step)
-        newest = snapshot.calls[snapshot.calls["age_s"] <= recent_s]
+        # A host may have issued long ago what its device has just ended.
+        went_on = np.fmin(snapshot.calls["age_s"], snapshot.calls["ended_s"])
+        newest = snapshot.calls[went_on <= recent_s]
         if len(snapshot.calls) and not len(newest):
             return Pace(0.0 if step else None, 0.0, None)
         snapshot = replace(snapshot, calls=newest)
@@ -80,6 +83,8 @@ def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
     is_known = not np.isnan(done["took_s"][on_device]).any()
     if is_known:
         begin[on_device], end[on_device] = _on_devices(done[on_device], begin[on_device])
+    else:
+        begin[on_device] = end[on_device]
     order = np.argsort(begin, kind="stable")
     begin, end, rank = begin[order], end[order], done["rank"][order]
     reach = np.concatenate([[0.0], np.maximum.accumulate(end)[:-1]])
@@ -116,6 +121,9 @@ def usual_step_s(snapshot: Snapshot) -> float:
     It is the median. If calls run on devices, it is the mean of a rank's steps without the longest,
     and the median of that over the ranks: a host issues several steps at once, and waits for its
     device in the next one. The longest may be a pause, for example for a checkpoint.
+
+    A host may run ahead for hundreds of steps, and then its issues say nothing about the pace of
+    its device. So steps take no less time than the ends of their calls show.
     """
     calls = snapshot.calls
     if not len(calls):
@@ -128,9 +136,41 @@ def usual_step_s(snapshot: Snapshot) -> float:
     lasts, rank = (age[:-1] - age[1:])[follows], rank[1:][follows]
     if len(lasts) < 2:
         return 0.0
-    if not (calls["flags"] & FLAG_DEVICE).any():
+    on_device = calls[calls["flags"] & FLAG_DEVICE != 0]
+    if not len(on_device):
         return float(np.median(lasts))
+    return max(_mean_step(rank, lasts, np.ones(len(lasts))), _step_by_ends(on_device))
+
+
+def _step_by_ends(calls: Calls) -> float:
+    """Return the mean length of a step on the devices, by the times at which its calls ended.
+
+    The ends of many steps are often noticed together: those of one moment count as one stretch.
+    """
+    done = calls[~np.isnan(calls["ended_s"])]
+    if not len(done):
+        return 0.0
+    order = np.lexsort((done["step"], -done["ended_s"], done["rank"]))
+    rank, step, ago = (done[name][order] for name in ("rank", "step", "ended_s"))
+    is_last = np.append((rank[1:] != rank[:-1]) | (ago[1:] != ago[:-1]), True)
+    rank, step, ago = rank[is_last], step[is_last].astype(np.int64), ago[is_last]
+    follows = (rank[1:] == rank[:-1]) & (step[1:] > step[:-1])
+    return _mean_step(rank[1:][follows], -np.diff(ago)[follows], np.diff(step)[follows])
+
+
+def _mean_step(rank: Ints, lasts: Floats, steps: Ints | Floats) -> float:
+    """Return the median over the ranks of their mean step without the longest stretch; 0: too few.
+
+    Args:
+        rank: The rank of each stretch, in order.
+        lasts: How long each stretch took, in s.
+        steps: How many steps it has.
+    """
+    if not len(rank):
+        return 0.0
     _, first, count = np.unique(rank, return_index=True, return_counts=True)
-    rest = np.add.reduceat(lasts, first) - np.maximum.reduceat(lasts, first)
+    longest = np.lexsort((lasts, rank))[first + count - 1]
+    rest = np.add.reduceat(lasts, first) - lasts[longest]
+    counted = np.add.reduceat(steps, first) - steps[longest]
     several = count > 1
-    return float(np.median(rest[several] / (count[several] - 1))) if several.any() else 0.0
+    return float(np.median(rest[several] / counted[several])) if several.any() else 0.0
