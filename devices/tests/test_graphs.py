@@ -126,6 +126,24 @@ ok(rt.cudaGraphExecDestroy(x)); assert gone == [42]
     )
 
 
+def test_a_captures_own_handle_keeps_no_graph(jobs: Jobs) -> None:
+    """A user object that was given to a graph while it was captured goes with the graph, and not with the thread."""
+    jobs.run(
+        1,
+        CAPTURE
+        + """
+gone = []; destroy = HOST(lambda p: gone.append(p)); s = stream(NON_BLOCKING)
+begin(s); v, g, o, x = c_int(), c_void_p(), c_void_p(), c_void_p()
+if hasattr(rt, "cudaStreamGetCaptureInfo_v2"): ok(rt.cudaStreamGetCaptureInfo_v2(s, byref(v), None, byref(g), None, None))
+else: ok(rt.cudaStreamGetCaptureInfo(s, byref(v), None, byref(g), None, None, None))
+ok(rt.cudaUserObjectCreate(byref(o), c_void_p(42), destroy, 1, 1)); ok(rt.cudaGraphRetainUserObject(g, o, 1, 1))
+code, g = end(s); ok(code); ok(rt.cudaGraphInstantiateWithFlags(byref(x), g, c_uint64(0)))
+ok(rt.cudaGraphDestroy(g)); assert gone == []
+ok(rt.cudaGraphExecDestroy(x)); assert gone == [42]
+""",
+    )
+
+
 def test_torch_graphs_with_collectives(jobs: Jobs) -> None:
     """torch.cuda.graph captures kernels and NCCL collectives, and each replay computes with the inputs of then."""
     jobs.run(
@@ -141,6 +159,7 @@ def test_torch_graphs_with_collectives(jobs: Jobs) -> None:
             out.copy_(y + 1)
         for step in range(3):
             x.fill_(step + rank); graph.replay(); same(out, [2 * (2 * step + 1) + 1] * 4)
+        graph.reset()  # it must not outlive the group: torch 2.15.0 refers to that
         dist.destroy_process_group()
         """,
     )

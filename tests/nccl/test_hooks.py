@@ -22,7 +22,7 @@ def test_a_start_is_the_issue(jobs: RecordedJobs, capture: str) -> None:
 def names(statuses): return [(status.operation, status.sequence_number) for status in statuses]
 dist.all_reduce(x); torch.cuda.synchronize(); wait_until(lambda: len(ends) == 1)
 if rank == 0:
-    dist.broadcast(x, 0); dist.all_reduce(x)  # rank 1 does not come before it is told
+    dist.broadcast(x, 1); dist.all_reduce(x)  # rank 1 does not come before it is told
     wait_until(lambda: len(starts) == 3)
     assert names(starts) == [("all_reduce", 1), ("broadcast", 2), ("all_reduce", 3)]
     assert names(ends) == [("all_reduce", 1)]
@@ -33,7 +33,7 @@ if rank == 0:
     assert names(hooks.pending()) == [("broadcast", 2), ("all_reduce", 3)]
     say("started")
 else:
-    wait_told("come"); dist.broadcast(x, 0); dist.all_reduce(x)
+    wait_told("come"); dist.broadcast(x, 1); dist.all_reduce(x)
 torch.cuda.synchronize(); wait_until(lambda: len(ends) == 3)
 assert names(ends) == names(starts)
 assert {status.status for status in ends} == {"completed"}

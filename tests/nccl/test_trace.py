@@ -82,7 +82,7 @@ def test_what_hangs_is_issued_and_its_end_unknown(
 for _ in range(5): dist.all_reduce(x)
 torch.cuda.synchronize()
 if rank == 0: dist.all_reduce(x)  # rank 1 does not come
-handle.flush(60); assert sum(1 for _ in open(path)) >= 5
+wait_until(lambda: handle.flush(60) and sum(1 for _ in open(path)) >= 5)
 handle.stop(60); say("stopped"); wait_told("end"); os._exit(0)
 """,
         RANKCALL_CAPTURE=capture,

@@ -4,11 +4,6 @@
 namespace simulated {
 namespace {
 
-// What a cudaGraph_t and a cudaGraphExec_t point to. An executable graph keeps the graph's operations.
-struct GraphHandle {
-  std::shared_ptr<Graph> graph;
-};
-
 GraphHandle* of(cudaGraph_t handle) { return reinterpret_cast<GraphHandle*>(handle); }
 GraphHandle* of(cudaGraphExec_t handle) { return reinterpret_cast<GraphHandle*>(handle); }
 
@@ -33,12 +28,7 @@ cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* status, u
             : capture->invalid ? cudaStreamCaptureStatusInvalidated
                                : cudaStreamCaptureStatusActive;
   if (capture && id) *id = capture->id;
-  if (capture && graph) {
-    // CUDA owns this handle, too: it is valid until the capture ends.
-    static thread_local GraphHandle borrowed;
-    borrowed.graph = capture->graph;
-    *graph = reinterpret_cast<cudaGraph_t>(&borrowed);
-  }
+  if (capture && graph) *graph = reinterpret_cast<cudaGraph_t>(&capture->handle);
   if (dependencies) *dependencies = 0;
   return cudaSuccess;
 }

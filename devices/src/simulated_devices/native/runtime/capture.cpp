@@ -25,7 +25,7 @@ cudaError_t Capture::add(const StreamPtr& stream, Operation operation) {
   auto& seen = members[stream];
   ++seen[stream.get()];
   operation.attempt = nullptr;  // an attempt remembers how far it came; a graph runs many times
-  graph->operations.push_back(std::move(operation));
+  handle.graph->operations.push_back(std::move(operation));
   return cudaSuccess;
 }
 
@@ -81,7 +81,7 @@ cudaError_t begin_capture(const StreamPtr& stream, cudaStreamCaptureMode mode, s
   std::lock_guard<std::mutex> hold(Engine::get().lock());
   if (stream->capture) return cudaErrorIllegalState;
   auto capture = std::make_shared<Capture>();
-  capture->graph = into ? into : std::make_shared<Graph>();
+  capture->handle.graph = into ? into : std::make_shared<Graph>();
   capture->id = next_capture++;
   capture->mode = mode;
   capture->owner = pthread_self();
@@ -93,8 +93,9 @@ cudaError_t begin_capture(const StreamPtr& stream, cudaStreamCaptureMode mode, s
 }
 
 cudaError_t end_capture(const StreamPtr& stream, std::shared_ptr<Graph>* out) {
+  std::shared_ptr<Capture> capture;  // it goes after the lock: its graph's user objects may call CUDA
   std::lock_guard<std::mutex> hold(Engine::get().lock());
-  std::shared_ptr<Capture> capture = stream->capture;
+  capture = stream->capture;
   if (!capture) return cudaErrorIllegalState;
   if (capture->origin != stream) return cudaErrorStreamCaptureUnmatched;
   bool same_thread = pthread_equal(capture->owner, pthread_self());
@@ -104,7 +105,7 @@ cudaError_t end_capture(const StreamPtr& stream, std::shared_ptr<Graph>* out) {
   active().erase(capture.get());
   if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
   if (!joined) return cudaErrorStreamCaptureUnjoined;
-  *out = capture->graph;
+  *out = capture->handle.graph;
   return cudaSuccess;
 }
 

@@ -21,11 +21,16 @@ struct Graph {
   ~Graph();
 };
 
+// What a cudaGraph_t and a cudaGraphExec_t point to. An executable graph keeps the graph's operations.
+struct GraphHandle {
+  std::shared_ptr<Graph> graph;
+};
+
 // How much of each stream's captured work something has seen.
 using Seen = std::map<Stream*, uint64_t>;
 
 struct Capture {
-  std::shared_ptr<Graph> graph;
+  GraphHandle handle;  // of its graph; whoever asks for it may use it until the capture ends
   uint64_t id = 0;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   pthread_t owner;
