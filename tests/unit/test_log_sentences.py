@@ -44,7 +44,7 @@ SENTENCES: list[tuple[list[Fact], str]] = [
     ),
     (
         [of(R.ENDED_BY_SIGNAL, ONE, signal="SIGKILL", time="15:43:03", why="memory ran out")],
-        "Rank 2 (node-a) was ended by SIGKILL, because memory ran out at 15:43:03, before any other rank failed on its node.",
+        "Rank 2 (node-a) was ended by SIGKILL at 15:43:03, before any other rank failed on its node. The reason: memory ran out.",
     ),
     (
         [of(R.ENDED_BY_SIGNAL, MANY, signal="SIGSEGV")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, subject
 from rankcall.analysis.logs.comparing import late_ranks
@@ -61,6 +62,8 @@ _TELLING = (
     Aborting,
     Fragment,
 )
+_FEW_CALLS = 3  # that ranks timed out in; more are not told one by one
+_LONGEST = 200  # characters of a line that is quoted in a sentence
 _PROCESS = re.compile(r"\bpid: (\d{1,10})\b")
 _ADDRESS = re.compile(r"\bip: ([\w.:-]{1,100})")
 
@@ -121,10 +124,7 @@ def _evidence(case: Case) -> list[Line]:
 
 def _known(case: Case) -> list[Fact]:
     """Return what is known of the ranks, without a conclusion."""
-    facts = _causes(case)
-    waited = case.waited - {-1}
-    if waited:
-        facts.append(Fact(Relation.TIMED_OUT, subject(waited)))
+    facts = [*_causes(case), *_timed_out(case)]
     late = late_ranks(case)
     if late is not None:
         call = CallFact("", late.seq, late.states[0].group.name)
@@ -132,7 +132,67 @@ def _known(case: Case) -> list[Fact]:
     first = case.first()
     if first:
         facts.append(Fact(Relation.FAILED_FIRST, subject(first)))
-    return facts
+    return facts or _said(case)
+
+
+def _timed_out(case: Case) -> list[Fact]:
+    """Return which ranks timed out, and in which calls; without the calls if they are many."""
+    ranks: dict[CallFact, set[int]] = {}
+    nobodys: dict[CallFact, Timeout] = {}
+    for timeout in case.timeouts:
+        rank, call = case.rank(timeout.line), _call_of(case, timeout)
+        if rank >= 0:
+            ranks.setdefault(call, set()).add(rank)
+        else:
+            nobodys.setdefault(call, timeout)
+    if ranks:
+        if len(ranks) > _FEW_CALLS:
+            return [Fact(Relation.TIMED_OUT, subject(set().union(*ranks.values())))]
+        return [Fact(Relation.TIMED_OUT, subject(of), call) for call, of in ranks.items()]
+    return [
+        replace(
+            _fact(
+                Relation.TIMED_OUT,
+                in_group=str(timeout.in_group) if timeout.in_group >= 0 else "",
+                pid=str(timeout.line.writer.pid) if timeout.line.writer.pid >= 0 else "",
+                host=timeout.line.writer.host,
+            ),
+            call=call,
+        )
+        for call, timeout in [*nobodys.items()][:_FEW_CALLS]
+    ]
+
+
+def _call_of(case: Case, timeout: Timeout) -> CallFact:
+    """Return the call that a rank timed out in; its state, in another line, has the group."""
+    writer, group = timeout.line.writer, None
+    for state in case.progress:
+        if state.line.writer == writer and state.failed == timeout.seq:
+            group = state.group
+            break
+    rank = case.rank(timeout.line)
+    return CallFact(
+        timeout.op,
+        timeout.seq,
+        group.name if group else "",
+        group.description if group else "",
+        line=case.site({rank}) if rank >= 0 else "",
+    )
+
+
+def _said(case: Case) -> list[Fact]:
+    """Return the line that tells most, if nothing that was understood has more than a line."""
+    raised = [exception.line for exception in case.raised if exception.message]
+    lines = [*case.lines(Trouble), *raised, *_evidence(case)]
+    if not lines:
+        return []
+    line, text = lines[0], " ".join(lines[0].text.split())
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()}…"
+    rank, pid = case.rank(line), line.writer.pid
+    fact = _fact(Relation.SAID, text=shown, pid=str(pid) if pid >= 0 else "", host=line.writer.host)
+    at = next((raised for raised in case.raised if raised.line == line), None)
+    call = CallFact(at.op, line=at.site) if at is not None and (at.op or at.site) else None
+    return [replace(fact, ranks=subject({rank}) if rank >= 0 else None, call=call)]
 
 
 def _causes(case: Case) -> list[Fact]:

@@ -165,7 +165,8 @@ class Relation(str, Enum):
     BEHIND = "behind"
     MAY_BE_BEHIND = "may_be_behind"  # the same, and it may have waited in another group
     TIMED_OUT_IN = "timed_out_in"  # its watchdog wrote so. values: sizes
-    TIMED_OUT = "timed_out"  # the ranks waited for others
+    # The ranks waited for others. If their ranks are not known: values: in_group, pid
+    TIMED_OUT = "timed_out"
     RANK_NOT_SAID = "rank_not_said"  # there was a failure, and no line says which rank is at fault
     ENDED_FROM_OUTSIDE = "ended_from_outside"  # something that is no rank did. values: what
     PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
@@ -176,6 +177,7 @@ class Relation(str, Enum):
     LINK_ERRORS = "link_errors"  # of a host. values: host, end (host or peer), all
     SPAWNED_ENDED = "spawned_ended"  # of torch.multiprocessing. values: process, signal
     WORKER_ENDED = "worker_ended"  # by the launcher of a node. values: local_rank, host, code
+    SAID = "said"  # this line tells most of what is known. values: text, pid, host
     FAILED_FIRST = "failed_first"  # of the ranks that torchrun saw, which can follow from another
     NO_FAILURE_SEEN = "no_failure_seen"  # in so many lines
 

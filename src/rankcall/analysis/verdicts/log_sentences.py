@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rankcall.analysis.verdicts.facts import Fact, Relation
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
 from rankcall.analysis.verdicts.naming import (
     call_in,
     name_group,
@@ -37,7 +37,9 @@ def _ended_by_signal(fact: Fact) -> str:
     text = f"{name_of(fact)} {be} ended by {fact.value('signal')}"
     if not when:
         return f"{text}{because}, says the launcher."
-    return f"{text}{because}{_among_others(fact, when)}"
+    # The reason has a sentence of its own: "because memory ran out at 15:43" would give it a time.
+    reason = f" The reason: {why}." if why else ""
+    return f"{text}{_among_others(fact, when)}{reason}"
 
 
 def _among_others(fact: Fact, when: str) -> str:
@@ -160,6 +162,28 @@ def _process_failed(fact: Fact) -> str:
     return f"{_process(fact)} failed with {fact.value('error')}."
 
 
+def _timed_out(fact: Fact) -> str:
+    """Write who timed out, and in which call, as far as the log tells."""
+    call, in_group = call_in(fact) if fact.call is not None else None, fact.value("in_group")
+    if fact.ranks is not None:
+        waiter = name_of(fact)
+    else:
+        waiter = f"Rank {in_group} of its group" if in_group else _process(fact)
+    if call is None:
+        return f"{waiter} timed out, and waited for others."
+    group = f" of group {name_group(call.group, call.description)}" if call.group else ""
+    op = f"{call.op or 'a collective'}{f' #{call.seq}' if call.seq else ''}{group}{_at(call.line)}"
+    return f"{waiter} timed out in {op}, and waited for others."
+
+
+def _said(fact: Fact) -> str:
+    """Quote the line that tells most, if nothing else is known."""
+    speaker = name_of(fact) if fact.ranks is not None else _process(fact)
+    call = call_in(fact) if fact.call is not None else CallFact("")
+    inside = f" in {call.op}" if call.op else ""
+    return f"{speaker} wrote{inside}{_at(call.line)}: {fact.value('text')}"
+
+
 def _waited_for(fact: Fact) -> str:
     waiter = name_of(fact) if fact.ranks is not None else _process(fact)
     return f"{waiter} waited for {fact.value('peer')}, which did not answer."
@@ -214,7 +238,8 @@ _KNOWN: dict[Relation, Callable[[Fact], str]] = {
     Relation.LINK_ERRORS: _link_errors,
     Relation.SPAWNED_ENDED: _spawned_ended,
     Relation.WORKER_ENDED: _worker_ended,
-    Relation.TIMED_OUT: lambda fact: f"{name_of(fact)} timed out, and waited for others.",
+    Relation.TIMED_OUT: _timed_out,
+    Relation.SAID: _said,
     Relation.MAY_BE_BEHIND: _may_be_behind,
     Relation.FAILED_FIRST: _failed_first,
 }

@@ -23,7 +23,8 @@ _OWN = re.compile(
     r"|loss (?:is|became) nan|NaN (?:loss|detected)|heartbeat of the device|aicore|AI ?Core"
     r"|RESULT_ERROR_(?:DEVICE_LOST|OUT_OF)|found NaN in local grad norm"
     # CANN: an exception of a core, memory that failed or ran out. Most other codes are time-outs.
-    r"|NPU (?:function )?error.{0,200}error code is (?:507015|507018|507035|50705[345]|207001)\b"
+    r"|(?:NPU (?:function )?error|ACL stream synchronize failed).{0,200}"
+    r"error code(?: is |:)(?:507015|507018|507035|50705[345]|207001)\b"
     r"|last training process is running|shm_open failed"
     # A worker of the rank's own data loader.
     r"|DataLoader worker .{0,60} killed by signal: (?!Terminated)"

@@ -21,6 +21,7 @@ from rankcall.imports.logs.facts import (
     DeviceFault,
     Fact,
     Fragment,
+    Killed,
     Lagging,
     LauncherExit,
     Member,
@@ -53,6 +54,11 @@ _SAMPLE = 200  # excerpts from which prefixes and wrapping are learnt
 _LAST = 5  # lines after the exception that ended a program
 _NEAR = 5  # lines between "failed to start" and its traceback
 _SHOWN = 170  # characters of a quoted line
+# Python's multiprocessing writes it before the traceback that ends a child.
+_CHILD = re.compile(r"Process [\w:.-]{1,80}:$")
+# CANN writes what failed in the line below, which has no rank.
+_INNER_ERROR = "9999: Inner Error!"
+_QUIET = (Restarted, Member, Killed)  # say nothing of a failure
 _NAMED_RANK = re.compile(r"rank[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 # composer writes what a rank wrote after that rank has ended, between two such lines.
 _SECTION = re.compile(r"-{5,} ?(Begin|End) global rank (\d{1,7}) (?:STDERR|STDOUT) ?-{5,}")
@@ -283,8 +289,10 @@ class _Reader:
         self._announced: dict[Writer, tuple[int, int]] = {}  # a pid, and the line that has it
         self._open: Writer | None = None  # whose traceback goes on without a prefix
         self._report = Report(log_facts.failures)
+        self._earlier: tuple[list[Fact], list[Raised]] = [], []  # of the attempt before
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
         self._section = -1  # the rank whose output composer repeats
+        self._explained = Line(Writer(0), -1, "")  # the last line that CANN explains below
 
     def read(self, line: Line) -> None:
         """Take one line."""
@@ -295,6 +303,12 @@ class _Reader:
             self._section = rank if section[1] == "Begin" and rank < MAX_RANKS else -1
         elif self._section >= 0 and line.writer.rank < 0:
             line = line._replace(writer=line.writer._replace(rank=self._section))
+        if line.number == self._explained.number + 1 and line.writer.rank < 0:
+            line = line._replace(writer=self._explained.writer)
+        if line.text.endswith(_INNER_ERROR):
+            self._explained = line
+        if _CHILD.match(line.text):
+            self._aborting[line.writer] = line.number
         writer, log_facts = line.writer, self._found
         key = writer.file, writer.stream
         if writer.rank >= 0:
@@ -367,6 +381,9 @@ class _Reader:
             return
         if before is None and writer.by_torch and names_exception(line.text):
             self._found.facts.append(Fragment(line))  # its traceback was cut off
+        if before is None and line.text.startswith("ray.exceptions."):  # its frames were cut off
+            before = self._tracebacks[writer] = Traceback(line, None, ends_program=False)
+            before.take(line._replace(text='  File "/ray/worker.py", line 0, in get'))
         raised = before.take(line._replace(writer=writer)) if before is not None else None
         if before is not None and raised is not None:
             if before.cause is not None:
@@ -382,6 +399,23 @@ class _Reader:
             if writer.file == self._log.index and alone:
                 is_last = raised.line.number > self._log.count - _LAST
                 raised.unhandled = raised.unhandled or is_last
+        self._keep_earlier()
+
+    def _keep_earlier(self) -> None:
+        """If the last attempt reports nothing, go back to what ended the one before it."""
+        log_facts, file = self._found, self._log.index
+        lines = [fact.line for fact in log_facts.facts if not isinstance(fact, _QUIET)]
+        lines += [raised.line for raised in log_facts.raised]
+        facts, raised = self._earlier
+        if any(line.writer.file == file for line in lines) or not (facts or raised):
+            return
+        log_facts.facts = facts + log_facts.facts
+        log_facts.raised = raised + log_facts.raised
+        text = (
+            f"{self._log.name}: the workers were started again, and no line after that reports a "
+            "failure: this is about the attempt before"
+        )
+        log_facts.problems.append(Problem(ProblemKind.LIMITED, text))
 
     def _forget(self, until: int) -> None:
         """Drop what an earlier attempt wrote into this log, up to a line."""
@@ -391,5 +425,9 @@ class _Reader:
             return line.writer.file != file or line.number > until
 
         if until:
+            self._earlier = (
+                [fact for fact in log_facts.facts if not is_newer(fact.line)],
+                [raised for raised in log_facts.raised if not is_newer(raised.line)],
+            )
             log_facts.facts = [fact for fact in log_facts.facts if is_newer(fact.line)]
             log_facts.raised = [raised for raised in log_facts.raised if is_newer(raised.line)]

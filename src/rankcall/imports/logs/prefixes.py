@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from rankcall.ranks import MAX_RANKS
 
-__all__ = ["Collected", "Line", "Prefixes", "Step", "Writer"]
+__all__ = ["Collected", "Line", "Prefixes", "Step", "Writer", "plain"]
 
 _MOST_PREFIXES = 8  # one after the other; a line with more is a forgery
 _FAR = 200  # characters before ``[rank3]:``: a time, a pod, the name of an actor
@@ -201,7 +201,8 @@ def _spaces_at_end(before: str, after: str) -> int:
     return len(prefix) - len(prefix.rstrip(" "))
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Return a text without a terminal's colours and titles."""
     return _COLOUR.sub("", text) if "\x1b" in text else text
 
 
@@ -261,7 +262,7 @@ class Prefixes:
 
     def collector(self, texts: Sequence[str]) -> list[Step]:
         """Return the steps that take off what a collector put before (nearly) all of some lines."""
-        lines = [_Parts(_plain(text), Writer(self._file)) for text in texts if text.strip()]
+        lines = [_Parts(plain(text), Writer(self._file)) for text in texts if text.strip()]
         steps: list[Step] = []
         while len(steps) < _MOST_PREFIXES:
             step = self._common_step(lines)
@@ -308,7 +309,7 @@ class Prefixes:
 
     def collected(self, text: str, steps: Sequence[Step]) -> Collected:
         """Return a line without the prefixes of a collector, and what these told."""
-        parts = _Parts(_plain(text), Writer(self._file))
+        parts = _Parts(plain(text), Writer(self._file))
         for step in steps:
             self._take(step, parts)
         text = _REPEATED.sub("", parts.text) if "[repeated" in parts.text else parts.text
@@ -354,7 +355,7 @@ class Prefixes:
         return bool(is_known or _BAR.match(text))
 
     def _parts(self, text: str, *, whole: bool) -> _Parts:
-        return self._strip(_Parts(_plain(text), Writer(self._file)), learn=not whole)
+        return self._strip(_Parts(plain(text), Writer(self._file)), learn=not whole)
 
     def _strip(self, parts: _Parts, *, learn: bool = False) -> _Parts:
         """Take prefixes off until none is left."""
@@ -460,6 +461,19 @@ def _of_process(pattern: str) -> Step:
     return _described(pattern, of_process=True)
 
 
+def _ray() -> Step:
+    """Return the step that takes Ray's prefix off, and what Ray writes at the end of a line."""
+    take = _of_process(_RAY)
+
+    def step(prefixes: Prefixes, parts: _Parts) -> bool:
+        is_ray = take(prefixes, parts)
+        if is_ray and "[repeated" in parts.text:
+            parts.text = _REPEATED.sub("", parts.text)
+        return is_ray
+
+    return step
+
+
 Step = Callable[[Prefixes, _Parts], bool]
 # The order matters where one prefix could be taken for another: a time before a host, torchrun's
 # and mpirun's numbers before srun's, and a learnt host last.
@@ -469,7 +483,9 @@ _STEPS: tuple[Step, ...] = (
     *map(_described, (_CRI, _SYSLOG)),
     Prefixes._iso,
     _described(_KUBECTL),
-    *map(_of_process, (_MPI, _TORCHRUN, _WORKER, _RAY, _COMPOSER)),
+    *map(_of_process, (_MPI, _TORCHRUN, _WORKER)),
+    _ray(),
+    _of_process(_COMPOSER),
     *map(_described, (_ADDRESS, _STREAM)),
     Prefixes._level,
     Prefixes._srun,

@@ -20,6 +20,7 @@ __all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback", "nam
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
 _GATHERED = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
 _DETAILS = 1000  # characters
+_REMOTE = re.compile(r"ray\.exceptions\.RayTaskError\(\w{1,80}\): ray::")
 _CARETS = re.compile(r"[\s^~]+$")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -140,6 +141,10 @@ class Traceback:
             self._source = text.strip()
         self._source_follows = False
         if not text or text[0].isspace() or is_source or _CARETS.match(text):
+            return None
+        if _REMOTE.match(text):
+            # Ray writes the traceback of its worker below, and after it the exception itself.
+            self._frames.clear()
             return None
         self._in_frames = False
         if match is None or not self._frames:

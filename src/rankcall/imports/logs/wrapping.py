@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rankcall.imports.logs.prefixes import Prefixes
+from rankcall.imports.logs.prefixes import Prefixes, plain
 from rankcall.imports.logs.reading import RawLine
 from rankcall.imports.logs.sources import is_incomplete
 
@@ -24,6 +24,9 @@ _RESTS, _PREFIXED = 2, 4  # lines, if all others have a prefix
 _LOOKED_AT = 2000  # lines whose prefixes are looked for
 _MOST_JOINED = 6  # lines of one message
 _LONGEST = 1 << 14  # characters of a line that was put together, as many as of any other line
+_BOX = ("│", "╭", "╰", "╮", "╯")
+# A rule across the page, and the line that names an exception, continue nothing.
+_BEGINS = re.compile(r"([=*#~-])\1{7,}\s*$|[A-Za-z_][\w.]{0,200}(?:Error|Exception):(?: |$)")
 _DIGIT = re.compile(r"\d")
 
 
@@ -44,6 +47,7 @@ class Wrapping:
             self._is_full(text, following)
             and 2 * len(text.rstrip()) > self.width
             and _shape(text) != _shape(following)
+            and not _BEGINS.match(following)
             and not self.prefixes.has_prefix(following)
         )
 
@@ -53,6 +57,8 @@ class Wrapping:
             return False
         if "\n" in text or "\n" in following:
             return False  # a collector's record of several lines
+        if plain(text).rstrip().endswith(_BOX) or plain(following).startswith(_BOX):
+            return False  # rich draws a box around a traceback: each of its lines is whole
         word = len(following.split(None, 1)[0]) if following.strip() else 0
         return bool(word) and len(text.rstrip()) + _SPACES + word > self.width
 

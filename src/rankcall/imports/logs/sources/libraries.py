@@ -59,6 +59,10 @@ _HCCL_LINK = re.compile(
     rf"(?:HCCL\((\d{{1,10}}),.{{0,200}})?\| {{1,9}}{_END_OF_LINK}{_END_OF_LINK}"
     r"(?:client|server) {1,9}\| {0,9}time out"
 )
+_CORE = re.compile(
+    r"(?:\[PID: (\d{1,10})\].{0,120})?there is an (?:exception of )?"
+    r"((?:fftsplus )?(?:aivec|aicore|aivector) error(?: exception)?, core id is \d{1,4})"
+)
 _NPU_RANK = re.compile(r"\(PID:(\d{1,10}), Device:\d{1,4}, RankID:(\d{1,7})\)")
 
 
@@ -69,6 +73,10 @@ def _hccl(line: Line, match: re.Match[str]) -> Fact:
     peer = _HCCL_PEER.search(match[3])
     named = _rank_of_group(peer[3] or "", peer[1] or peer[2]) if peer else ""
     return Trouble(line, pid=pid, peer=named, has_waited=match[1] in _HCCL_WAITS)
+
+
+def _core(line: Line, match: re.Match[str]) -> Fact:
+    return DeviceFault(line, match[2], pid=int(match[1] or -1))
 
 
 def _hccl_link(line: Line, match: re.Match[str]) -> Fact:
@@ -151,6 +159,16 @@ SOURCES: tuple[Source, ...] = (
                 "[rank5]: EI9999  The error from device(chipId:5, dieId:0), serial number is 3, "
                 "hccl fftsplus task timeout occurred during task execution, stream_id:7, sq_id:7, "
                 "task_id:5990, stuck notify num:1, timeout:1836.",
+                "CANN 7 and newer",
+            ),
+            Message(
+                "a core of the process's own device met an exception",
+                ("error exception, core id", "exception of fftsplus"),
+                _CORE,
+                _core,
+                "EZ9999: [PID: 14897] 2025-07-23-10:35:42.381.401 The error from device(chipId:7, "
+                "dieId:0), serial number is 2, there is an aivec error exception, core id is 5, "
+                "error code = 0",
                 "CANN 7 and newer",
             ),
             Message(

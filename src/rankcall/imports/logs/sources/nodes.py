@@ -6,7 +6,7 @@ import re
 
 from rankcall.imports.logs.facts import DeviceFault, Fact, Fatal, WorkerExit
 from rankcall.imports.logs.prefixes import Line
-from rankcall.imports.logs.sources.message import Message, Source, any_of, failed, outside
+from rankcall.imports.logs.sources.message import Message, Source, failed, outside
 
 __all__ = ["SOURCES"]
 
@@ -21,6 +21,12 @@ _AMD_FAULT = re.compile(
     r"(Memory access fault by GPU node-\d{1,4}.{0,60}?on address 0x[\da-f]{1,16}.{0,120})"
 )
 _AMD_QUEUE = re.compile(r"(?:pid:(\d{1,10}) .{0,200}?)?(HSA_STATUS_ERROR\w{0,60}.{0,120})")
+_AMD_HANG = re.compile(r"(HW Exception by GPU node-\d{1,4}.{0,60}?reason ?:.{1,80})")
+# The kubelet starts containers of all kinds again. These are the names that jobs give theirs.
+_OF_A_JOB = re.compile(
+    r"CrashLoopBackOff(?!.*container=)|CrashLoopBackOff.*"
+    r"(?:pytorch|torch|train|worker|launcher|master|ray|vllm|sglang|mpi|gpu)"
+)
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]{4,20})\): (\d{1,4}), (.{0,300})")
 _XID_PID = re.compile(r"pid='?(\d{1,10})")
 _AMD = re.compile(r"amdgpu (\S{4,20}): amdgpu: (GPU reset begin!.{0,80})")
@@ -122,6 +128,14 @@ SOURCES: tuple[Source, ...] = (
                 "ROCm 4 and newer",
             ),
             Message(
+                "an AMD device hangs",
+                ("HW Exception by GPU",),
+                _AMD_HANG,
+                _amd_fault,
+                "HW Exception by GPU node-9 (Agent handle: 0x631351bb5a20) reason :GPU Hang",
+                "ROCm 5 and newer",
+            ),
+            Message(
                 "an AMD device stopped a queue",
                 ("HSA_STATUS_ERROR",),
                 _AMD_QUEUE,
@@ -179,7 +193,7 @@ SOURCES: tuple[Source, ...] = (
             Message(
                 "the kubelet starts a container again and again",
                 ("=CrashLoopBackOff: ", "with CrashLoopBackOff"),
-                any_of("CrashLoopBackOff"),
+                _OF_A_JOB,
                 failed,
                 'E0311 10:11:13.113456 1201 pod_workers.go:1301] "Error syncing pod, skipping" '
                 'err="failed to \\"StartContainer\\" for \\"pytorch\\" with CrashLoopBackOff: '

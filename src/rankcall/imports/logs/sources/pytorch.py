@@ -31,6 +31,7 @@ from rankcall.imports.logs.sources.message import (
     op_name,
     ranks_in,
     trouble,
+    waited,
 )
 from rankcall.ranks import MAX_RANKS
 from rankcall.whole_numbers import whole_number
@@ -211,6 +212,7 @@ _NO_ANSWER = re.compile(
     r"client socket has timed out after \S{1,20} while trying to connect to \(([\w.:-]{1,253}), "
     r"(\d{1,5})\)"
 )
+_CLIENTS = re.compile(r"seconds waiting for clients\. +\d{1,7}/\d{1,7} +clients joined")
 
 
 def _no_answer(line: Line, match: re.Match[str]) -> Fact:
@@ -410,6 +412,15 @@ SOURCES: tuple[Source, ...] = (
                 "[E socket.cpp:922] [c10d] The client socket has timed out after 60000ms while "
                 "trying to connect to (10.0.0.1, 29500).",
                 "torch 1.11 to 2.15",
+            ),
+            Message(
+                "not all processes came to the store in time",
+                ("seconds waiting for clients", "clients joined"),
+                _CLIENTS,
+                waited,
+                "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for "
+                "clients. 1/3 clients joined.",
+                "torch 2.2 to 2.15",
             ),
             Message(
                 "torch logs an error that has no row of its own",
