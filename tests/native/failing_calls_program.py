@@ -26,16 +26,18 @@ os.environ["RANKCALL_RUN_DIR"] = str(RUN)
 TEMPORARY = FOLDER / "tmp"
 TEMPORARY.mkdir(exist_ok=True)
 os.environ["TMPDIR"] = str(TEMPORARY)
+CACHE = FOLDER / "cache"
+os.environ["RANKCALL_CACHE"] = str(CACHE)
 ERRORS = (errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EACCES, errno.ENOMEM)
 
 failing = ctypes.CDLL(LIBRARY)
 failing.failed_call.restype = ctypes.c_char_p
 
-with_torch = PHASE in ("record", "without", "killed")
+with_torch = PHASE in ("record", "without", "killed", "run")
 if with_torch:  # the others need none of it, and a fork without it is far cheaper
     import _rankcall_hook
 
-    if PHASE != "without":
+    if PHASE not in ("without", "run"):
         os.environ["RANKCALL"] = "1"
         _rankcall_hook.install()
     import torch
@@ -43,7 +45,10 @@ if with_torch:  # the others need none of it, and a fork without it is far cheap
 
     import rankcall.watch
 
+if PHASE == "run":
+    import rankcall.cli.run
 import rankcall.cli.diagnose  # noqa: E402
+import rankcall.cli.exec  # noqa: E402
 import rankcall.cli.report  # noqa: E402, F401
 from rankcall.analysis.verdicts.finding import Finding  # noqa: E402
 from rankcall.analysis.verdicts.verdict import Origin, Verdict  # noqa: E402
@@ -91,6 +96,13 @@ def verdict() -> None:
     print("kept", flush=True)
 
 
+def launch(*launcher: str) -> None:
+    """Run a shell below one of our launchers."""
+    options = [f"--run-dir={RUN}", "--capture=python"]
+    status = main([launcher[0], *options, *launcher[1:], "/bin/sh", "-c", "echo result; exit 7"])
+    print("status", status, flush=True)
+
+
 def serve() -> None:
     """Ask the page for all that it has, twice; the second time, no call fails any more."""
     serving_in_process.ask_for_all(RUN, at_last=stop_failing)
@@ -110,6 +122,8 @@ PHASES: dict[str, Callable[[], None]] = {
     "record": job,
     "report": report,
     "verdict": verdict,
+    "exec": lambda: launch("exec", "--"),
+    "run": lambda: launch("run", "--nproc-per-node=1", "--no-python"),
     "serve": serve,
 }
 PREPARED = ("report", "serve")  # they begin with what a killed job left
@@ -129,7 +143,10 @@ def in_child(phase: Callable[[], None], number: int, error: int) -> tuple[int, s
             files[2].write_text(json.dumps(made or now))
 
         atexit.register(note)  # runs last
-        failing.fail_at(f"{RUN}\n{LIVE}\n{TEMPORARY}".encode(), number, error)
+        folders = [RUN, LIVE, CACHE]
+        if PHASE != "run":  # torchrun has files of its own there
+            folders.append(TEMPORARY)
+        failing.fail_at("\n".join(map(str, folders)).encode(), number, error)
         phase()
         sys.exit(0)
     status = os.waitpid(pid, 0)[1]

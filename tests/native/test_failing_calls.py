@@ -15,7 +15,7 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.multiproc
-PHASES = ("record", "report", "verdict", "serve")
+PHASES = ("record", "exec", "run", "report", "verdict", "serve")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ STATUSES = {f"[{report}, {diagnose}]" for report in range(3) for diagnose in ran
 
 @pytest.mark.parametrize(
     "phase",
-    ["record", *(pytest.param(name, marks=pytest.mark.slow) for name in PHASES[1:])],
+    ["record", "exec", *(pytest.param(name, marks=pytest.mark.slow) for name in PHASES[2:])],
 )
 def test_some_calls_that_fail(library: Path, tmp_path: Path, phase: str) -> None:
     """A sample of calls fails, each with an error of its own; the job, or the command, ends well.

@@ -41,6 +41,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # the exit statuses of shells
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)  # the command gets these from the terminal itself
+_PLACES = "places"
 _MOST_PLACES = 1 << 20  # bytes of the file in which ranks note their runs
 
 
@@ -60,18 +61,15 @@ def _command(args: list[str], options: JobOptions) -> None:
             recorder = prepare(recorder)
     needs_run = bool(options.serve) or options.on_hang is Reaction.recover
     run_dir = _planned_run_dir(args, options) if needs_run else options.run_dir
-    with (
-        tempfile.NamedTemporaryFile(prefix="rankcall-exec-") as places,
-        tempfile.TemporaryDirectory(prefix="rankcall-exec-", ignore_cleanup_errors=True) as words,
-    ):
+    with _scratch() as scratch:
         variables = {
             **hooking(),
             "RANKCALL_CAPTURE": recorder,
-            "RANKCALL_PLACES": places.name,
+            "RANKCALL_PLACES": str(scratch / _PLACES) if scratch else None,
             "RANKCALL_RUN_DIR": str(run_dir.absolute()) if run_dir else None,
             "RANKCALL_WORKER": None,
             "RANKCALL_SETTLES": None,
-            stderr.FOLDER: words,
+            stderr.FOLDER: str(scratch) if scratch else None,
             **options.variables(),
         }
         if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
@@ -79,11 +77,8 @@ def _command(args: list[str], options: JobOptions) -> None:
         with _page(run_dir, options), environment(variables):
             pid, status = _run(_keeping_stderr(args))
         with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
-            noted = _places(Path(places.name))
-            for place in noted:
-                with contextlib.suppress(OSError):
-                    take_tails(Path(words) / STDERR, place)
-            _report(noted, pid, status, options.judged_after, began_ns)
+            if scratch:
+                _finish(scratch, pid, status, options.judged_after, began_ns)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)
@@ -121,8 +116,11 @@ def _page(run_dir: Path | None, options: JobOptions) -> contextlib.AbstractConte
 
 def _has_recorder() -> bool:
     """Return whether there is a native recorder. Which one fits only torch knows."""
-    folders = (cache_dir(), FOLDER)
-    return any(path for folder in folders for path in folder.glob("rankcall_recorder-*.so"))
+    for folder in (cache_dir(), FOLDER):
+        with contextlib.suppress(OSError):  # whatever the cache is on does not answer
+            if any(folder.glob("rankcall_recorder-*.so")):
+                return True
+    return False
 
 
 def _check(program: str) -> None:
@@ -198,6 +196,41 @@ def _end_like(number: int) -> None:
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path | None]:
+    """Make a folder for what the ranks note. Without one, the command runs all the same.
+
+    A folder that cannot be removed is left: how the command ended is known by then.
+    """
+    scratch = None
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix="rankcall-exec-"))
+        (scratch / _PLACES).touch(mode=0o600)
+        usable: Path | None = scratch
+    except OSError as error:
+        say(f"no temporary folder can be made ({error.strerror}): not told where the records are")
+        usable = None
+    try:
+        yield usable
+    finally:
+        # rmtree lets some errors out in spite of ignore_errors.
+        with contextlib.suppress(OSError):
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _finish(scratch: Path, pid: int, status: int, hang_after: float, began_ns: int) -> None:
+    """Report on the runs that the ranks noted. A failure must not replace the command's status."""
+    try:
+        noted = _places(scratch / _PLACES)
+        for place in noted:
+            with contextlib.suppress(OSError):
+                take_tails(scratch / STDERR, place)
+        _report(noted, pid, status, hang_after, began_ns)
+    except OSError as error:
+        say(f"not known where the records are: {error.strerror}")
 
 
 def _places(noted: Path) -> list[Path]:

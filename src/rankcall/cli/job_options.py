@@ -7,6 +7,7 @@ variables that the ranks read.
 from __future__ import annotations
 
 import inspect
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -167,7 +168,7 @@ class JobOptions:
 
     def check(self) -> None:
         """Exit with 2, or raise ``RankcallError``, if the job could not be started like this."""
-        if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
+        if self.run_dir is not None and _is_taken(self.run_dir):
             say(f"--run-dir {self.run_dir} is not a directory")
             raise typer.Exit(2)
         if self.collect_to:
@@ -227,6 +228,14 @@ def takes_job_options(
     with_options.__annotations__ = {item.name: item.annotation for item in parameters}
     with_options.__doc__ = command.__doc__
     return with_options
+
+
+def _is_taken(path: Path) -> bool:
+    """Tell whether something else than a folder is there. If nobody can look, the ranks say why."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def prepare(capture: str) -> str:

@@ -11,9 +11,9 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -50,6 +50,7 @@ from rankcall.run.settle import settle
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
+T = TypeVar("T")
 # rankcall's options come first. torchrun gets all unknown options, and everything after the first
 # word that is not an option.
 # torchrun's own limit, if the user gives none. The policy of recoveries ends the job long before.
@@ -75,8 +76,8 @@ def _command(args: list[str], options: JobOptions) -> None:
         options.check()
         recorder = prepare(options.capture.value)
         chosen_dir = _run_dir(options.run_dir, job, options.hang_after)
-        rings_before = {path.name for path in ring_paths(chosen_dir)}
-        verdicts_before = verdict_ids(chosen_dir)
+        rings_before = {path.name for path in _readable(lambda: ring_paths(chosen_dir))}
+        verdicts_before = frozenset(_readable(lambda: verdict_ids(chosen_dir)))
         began, oom_kills_before = time.time(), oom_kills()
         outcome = Outcome(1)
         variables = {**arming(chosen_dir, recorder, job), **options.variables()}
@@ -114,7 +115,7 @@ def _restarts(options: JobOptions) -> list[str]:
 def _run_dir(asked: Path | None, job: TorchrunJob, hang_after: float) -> Path:
     """Make the run directory and return its path. The job starts even if that fails."""
     path = asked or _default(job)
-    if job.max_nodes == 1 and ring_paths(path):
+    if job.max_nodes == 1 and _readable(lambda: ring_paths(path)):
         say(f"{path} already has a run: this job becomes a new attempt of it")
     import torch
 
@@ -130,6 +131,14 @@ def _run_dir(asked: Path | None, job: TorchrunJob, hang_after: float) -> Path:
     except OSError as error:
         say(f"cannot write the run directory {path}: {error.strerror}; the job runs anyway")
     return path
+
+
+def _readable(look: Callable[[], Collection[T]]) -> Collection[T]:
+    """Return what is in the run directory; nothing if it cannot be read: the job starts anyway."""
+    try:
+        return look()
+    except OSError:
+        return ()
 
 
 def _default(job: TorchrunJob) -> Path:

@@ -199,7 +199,17 @@ class _Stream:
                 raise
 
     def copy(self, *, last: bool) -> bool:
-        """Copy what is new; return whether all of it was. ``last``: no more will come."""
+        """Copy what is new; return whether all of it was. ``last``: no more will come.
+
+        If the file cannot be read now, the next call tries again: without the thread that calls
+        this, nothing more of the rank's would be seen.
+        """
+        try:
+            return self._copy(last=last)
+        except OSError:
+            return False
+
+    def _copy(self, *, last: bool) -> bool:
         if self._fd < 0 and not self._open():
             return True
         size = os.fstat(self._fd).st_size
