@@ -42,7 +42,7 @@ setup-integrations: $(INSTALLED)
 	    apt-get install -y -qq --no-install-recommends $(DEBIAN); \
 	else echo "not installed, because this needs apt-get and root: $(DEBIAN)" >&2; fi
 
-# Four ranks train on real images; rank 2 sleeps 20 ms in each step, and the report names it. If there is no .venv yet, the
+# Four ranks train on real images; rank 2 reads slowly, 20 ms more a step, and the report names it. If there is no .venv yet, the
 # demo makes one with what it needs alone, and not with what the tests need.
 DEMO := .venv/.demo
 $(DEMO): pyproject.toml constraints.txt

@@ -19,10 +19,26 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 ACCURACY_WANTED = 0.95
 BATCH = 32  # per rank
+
+
+class SlowReads(Dataset[tuple[Tensor, ...]]):
+    """A data set of which each batch takes so many seconds more to read, as from a busy disk."""
+
+    def __init__(self, data: TensorDataset, seconds: float) -> None:
+        self.data, self.seconds = data, seconds
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.data)
+
+    def __getitems__(self, places: list[int]) -> list[tuple[Tensor, ...]]:
+        """Return the images of a batch: the loader asks for them at once."""
+        time.sleep(self.seconds)
+        return [self.data[place] for place in places]
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -61,54 +77,41 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 def train_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: DataLoader[tuple[Tensor, ...]],
-    slow_s: float = 0.0,
-    most: int = -1,
-) -> bool:
-    """Train on every batch once, or on ``most``; tell whether that was all the data.
-
-    A straggler sleeps ``slow_s`` before each forward pass.
-    """
-    for number, (images, labels) in enumerate(batches):
-        if number == most:
-            return False
-        if slow_s:
-            time.sleep(slow_s)
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: DataLoader[tuple[Tensor, ...]]
+) -> None:
+    """Train on every batch once."""
+    for images, labels in batches:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return True
 
 
 def main() -> int:
     """Train, test, and return 0 where the accuracy is what it should be."""
     parser = argparse.ArgumentParser(description="Train on digits with DDP.")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--slow-rank", type=int, default=-1, help="make this rank a straggler")
-    parser.add_argument("--slow-ms", type=float, default=20.0, help="by this much in each step")
-    parser.add_argument("--dry-rank", type=int, default=-1, help="let this rank's data run out")
-    parser.add_argument("--dry-after", type=int, default=5, help="after so many batches")
+    parser.add_argument("--slow-rank", type=int, default=-1, help="this rank reads slowly")
+    parser.add_argument("--slow-ms", type=float, default=20.0, help="each batch takes longer by it")
+    parser.add_argument("--slow-from", type=int, default=1, help="from this epoch on")
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # the ranks share this machine's cores
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    slow_s = args.slow_ms / 1e3 if rank == args.slow_rank else 0.0
-    most = args.dry_after if rank == args.dry_rank else -1
     train, test = digits()
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(train, seed=0)
     batches: DataLoader[tuple[Tensor, ...]] = DataLoader(train, batch_size=BATCH, sampler=sampler)
+    slow = SlowReads(train, args.slow_ms / 1e3)
+    slow_batches = DataLoader(slow, batch_size=BATCH, sampler=sampler)
     model = DistributedDataParallel(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     reached = 0.0
     for epoch in range(1, args.epochs + 1):
         sampler.set_epoch(epoch)
-        if not train_epoch(model, optimizer, batches, slow_s, most):
-            return 0  # nothing left to train on: the others are on their own
+        is_slow = rank == args.slow_rank and epoch >= args.slow_from
+        train_epoch(model, optimizer, slow_batches if is_slow else batches)
         if epoch % 3 == 0 or epoch == args.epochs:
             reached = accuracy(model, test)
             if rank == 0:

@@ -75,11 +75,13 @@ def torch_build(folder: Path) -> TorchBuild:
 
 
 def compile_all(python: Python, torches: Sequence[Path], folder: Path) -> list[Path]:
-    """Compile the recorder for one Python with each torch into a folder, with its index."""
+    """Compile the recorder for one Python with each torch into a folder, with its index.
+
+    A build of torch that is in several places, for example for several Pythons, counts once.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     libraries, index, sources = [], [], RECORDER.digest()
-    for torch in torches:
-        build = torch_build(torch)
+    for build, torch in {torch_build(torch): torch for torch in torches}.items():
         library = folder / f"{RECORDER.name}-torch{build.version}.so"
         compile_one(python, torch, library)
         check_portable(library)
@@ -127,6 +129,11 @@ def torch_folder(place: Path) -> Path:
     raise ValueError(f"no torch with headers in {place}")
 
 
+def is_for(python: Python, torch: Path) -> bool:
+    """Return whether a Python can import the torch in a folder."""
+    return (torch / f"_C.{python.soabi}.so").exists()
+
+
 def pythons_here() -> list[Python]:
     """Return this Python and those of other versions on PATH, as far as they have headers."""
     found: dict[str, Python] = {}
@@ -151,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--torch",
         type=Path,
         action="append",
-        help="an environment with a torch to compile for; without it, this one's",
+        help="an environment with a torch, of any Python, to compile for; without it, this one's",
     )
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 RANK = "2"  # the one that is at fault in both jobs
-_JOB = ("--nproc-per-node", "4", "train_digits.py")
+_JOB = ("--nproc-per-node", "4", "train_digits.py", "--slow-rank", RANK)
+_NEVER = ("--slow-ms", "3600000", "--slow-from", "2")  # its second epoch does not get its data
 _SECONDS = 400  # for a job: on a busy machine, importing torch takes most of it
 _WIDTH, _HEIGHT = 1100, 900
 _NEWEST = 12  # calls of each rank in the timeline: the last steps before the hang
@@ -45,7 +46,7 @@ def main() -> int:
 def _take(folder: Path) -> None:
     shutil.copy(ROOT / "examples" / "train_digits.py", folder)
     _hang(folder)
-    late = ("--epochs", "6", "--slow-rank", RANK, "--slow-ms", "150")
+    late = ("--epochs", "6", "--slow-ms", "150")
     _rankcall(folder, "run", "--run-dir", "slow", *_JOB, *late)
     _rankcall(folder, "report", "slow", "-o", "slow.html")
     _photograph(folder, {"tour-slow": "slow"})
@@ -54,11 +55,11 @@ def _take(folder: Path) -> None:
 def _hang(folder: Path) -> None:
     """Take the pictures of the job that hangs: what its terminal says, the page, the timeline."""
     watched = ("run", "--run-dir", "hang", "--hang-after", "5", "--on-hang", "abort")
-    said = _rankcall(folder, *watched, *_JOB, "--dry-rank", RANK, ends_well=False)
+    said = _rankcall(folder, *watched, *_JOB, *_NEVER, ends_well=False)
     # After the verdict, the ranks write their tracebacks, with paths of this machine.
-    verdict = re.search(r"^exhausted\b.*?(?=^kept with all stacks)", said, re.DOTALL | re.MULTILINE)
+    verdict = re.search(r"^missing\b.*?(?=^kept with all stacks)", said, re.DOTALL | re.MULTILINE)
     if verdict is None:
-        raise SystemExit(f"the job's watcher did not say that rank {RANK} is exhausted:\n{said}")
+        raise SystemExit(f"the job's watcher did not say that rank {RANK} is missing:\n{said}")
     (folder / "verdict.html").write_text(_TERMINAL.format(html.escape(verdict[0].rstrip())))
     _rankcall(folder, "report", "hang", "-o", "hang.html")
     _timeline(folder / "hang")

@@ -3,13 +3,13 @@
 
 One wheel is for every Python, and compiles the recorder when it is first used. The others are for
 one Python each, and carry a recorder for each torch that is named (``native_libraries.py``). Such a
-wheel is tried where no compiler can be found, with each of these torches, if it is for this Python.
+wheel is tried where no compiler can be found, with each of these torches that is for its Python.
 
-The environment is a new virtual environment with one file installed into it. Its other packages,
-torch above all, are those of the environment that runs this program: they are found below the
-installed rankcall, so nothing is downloaded. In it, ``rankcall run`` records a job of two ranks,
-``rankcall report`` and ``rankcall diagnose --json`` read it, and the figures are compared with what
-the job did.
+The environment is a new virtual environment with one file installed into it. Its other packages
+are those of the environment of the torch that is tried, and of the one that runs this program: they
+are found below the installed rankcall, so nothing is downloaded. In it, ``rankcall run`` records a
+job of two ranks, ``rankcall report`` and ``rankcall diagnose --json`` read it, and the figures are
+compared with what the job did.
 
 Each step is one line, with its seconds. The exit status is 1 if a step fails; its output follows
 then. ``make dist`` runs this.
@@ -134,12 +134,21 @@ def pip(python: str | Path, *arguments: str, cwd: Path) -> None:
     )
 
 
-def fresh_environment(folder: Path, wheel: Path, torch: Path | None = None) -> Path:
+def fresh_environment(
+    folder: Path, wheel: Path, torch: Path | None = None, python: str | Path = sys.executable
+) -> Path:
     """Make a virtual environment with a wheel in it, and return the folder of its programs.
 
-    ``torch``: the folder of a torch that is to be found before this environment's.
+    Args:
+        folder: Where to make it.
+        wheel: The file to install.
+        torch: The folder of a torch that is to be found before this environment's.
+        python: The Python that it is for.
+
+    Raises:
+        Failed: It cannot be made, or the wheel cannot be installed.
     """
-    call(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    call(python, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     pip(folder / "bin/python", "install", str(wheel), cwd=folder.parent)
     # A plain path in a .pth file comes after the environment's own packages, and .pth files below
     # it are not read. So the rankcall that this environment has, which is the working tree, is
@@ -205,15 +214,17 @@ def try_job(programs: Path, folder: Path, *, compiles: bool = True) -> None:
             raise Failed(f"the verdict on a job that ended well is {verdict}:\n{text}")
 
 
-def try_native(wheel: Path, torches: Sequence[Path], scratch: Path) -> None:
-    """Record a job without a compiler, with each torch that the wheel has a recorder for."""
-    for torch in torches:
+def try_native(
+    wheel: Path, python: native_libraries.Python, torches: Sequence[Path], scratch: Path
+) -> None:
+    """Record a job without a compiler, with each torch that is for the wheel's Python."""
+    for torch in [torch for torch in torches if native_libraries.is_for(python, torch)]:
         version = native_libraries.torch_build(torch).version
-        folder = scratch / f"native-{version}"
+        folder = scratch / f"native-{python.tag}-{version}"
         folder.mkdir()
         with step(f"install {wheel.name}"):
-            programs = fresh_environment(folder / "venv", wheel, torch)
-        print(f"  torch {version}, without a compiler")
+            programs = fresh_environment(folder / "venv", wheel, torch, python.program)
+        print(f"  {python.tag}, torch {version}, without a compiler")
         try_job(programs, folder, compiles=False)
 
 
@@ -248,8 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
                 with step(f"compile for {python.tag}, with {len(torches)} torch"):
                     native = build_for(python, torches, output, Path(scratch))
                 made_all.append(native)
-                if python.soabi == sysconfig.get_config_var("SOABI"):
-                    try_native(native, torches, Path(scratch))
+                try_native(native, python, torches, Path(scratch))
     except (Failed, ValueError) as failed:
         print(f"try_dist.py: {failed}", file=sys.stderr)
         return 1

@@ -20,7 +20,8 @@ from diagnosing import (
 )
 from worlds import MS, START, group_of, together, write_world
 
-from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts import diagnose, missing
+from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.cli import main
 from rankcall.job.keep import keep_verdict
 from rankcall.ring.layout import offset_of
@@ -223,6 +224,27 @@ def test_the_line_that_the_watcher_saw_is_told_afterwards(tmp_path: Path) -> Non
         there = "had not come: it was at /job/data.py:8 in fetch, 30 s before the end."
         nothing = "had not come: it had issued nothing for 60 s."
         assert (nothing if at == 1 * MS else there) in finding.summary
+
+
+def test_the_reason_stands_beside_the_line_that_the_watcher_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary that names the line also says why the rank did not come, as the advice does."""
+    values = (("cause", "data_loader"), ("seconds", "59"), ("of_s", "60"))
+    why = Fact(
+        Relation.ABSENT_BECAUSE, Ranks((2,), ("node-a",)), values=values, number=98.0, unit="%"
+    )
+    monkeypatch.setattr(missing, "reasons_for_absence", lambda snapshot, ranks: [why])
+    run = write_world(tmp_path / "run", RANK_2_MISSING, closed=lambda rank: False, beats=LIVED)
+    seen_by_watcher(run, "missing", (2,), 30 * SECOND)
+    (run / "hangs/0001/stacks").mkdir()
+    (run / "hangs/0001/stacks/rank-00002.txt").write_text(STACK)
+    (finding,) = diagnose(
+        load(run), 10, state_of=lambda header: "gone", now_ns=lambda: START + 80 * SECOND
+    ).findings
+    assert "it was at /job/data.py:8 in fetch" in finding.summary
+    because = "Since its last call, it spent 59 s of 60 s in its data loader."
+    assert finding.summary.endswith(because)
 
 
 def test_a_hang_that_was_over_is_no_evidence(tmp_path: Path) -> None:

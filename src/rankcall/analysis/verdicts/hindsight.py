@@ -18,7 +18,8 @@ from rankcall.run.frames import code_place
 from rankcall.run.hangs import kept_stack
 
 _MOST_READ = 64  # ranks whose kept stacks are compared
-_HELD_UP = (Relation.HELD_UP, Relation.HELD_UP_ELSEWHERE)
+# What a summary says after the place: whom the ranks hold up, and why they did not come.
+_AFTER_THE_PLACE = (Relation.HELD_UP, Relation.HELD_UP_ELSEWHERE, Relation.ABSENT_BECAUSE)
 _MARGIN_S = 0.5  # between a verdict and a call that shows that its hang was over
 
 
@@ -161,10 +162,10 @@ def _at_the_seen_place(finding: Finding, folder: Path, since_s: float, live: boo
     if not values:
         return finding
     there = replace(state, values=(*values, ("seen_s", repr(since_s))))
-    held_up = [fact for fact in finding.facts if fact.relation in _HELD_UP]
+    said = [fact for fact in finding.facts if fact.relation in _AFTER_THE_PLACE]
     return replace(
         finding,
-        summary=summary([there, *held_up], live),
+        summary=summary([there, *said], live),
         facts=(there, *finding.facts[1:]),
     )
 
