@@ -62,6 +62,7 @@ _TELLING = (
     Aborting,
     Fragment,
 )
+_HOW_IT_ENDED = (Relation.WORKER_ENDED, Relation.SPAWNED_ENDED)  # and not why
 _FEW_CALLS = 3  # that ranks timed out in; more are not told one by one
 _LONGEST = 200  # characters of a line that is quoted in a sentence
 _PROCESS = re.compile(r"\bpid: (\d{1,10})\b")
@@ -231,11 +232,13 @@ def _causes(case: Case) -> list[Fact]:
                 local_rank=str(ending.local_rank) if ending.local_rank >= 0 else "",
                 host=ending.line.writer.host,
                 code=str(ending.code),
+                pid=str(ending.pid) if ending.pid >= 0 and ending.local_rank < 0 else "",
             )
         )
     facts += _gone(case)[:1]
     # A process that fails by itself has said more than its exception does.
-    facts += _waited_for(case) or ([] if facts else _raised(case)[:1])
+    says_why = any(fact.relation not in _HOW_IT_ENDED for fact in facts)
+    facts += _waited_for(case) or ([] if says_why else _raised(case)[:1])
     return [*facts, *_link_errors(case)]
 
 
@@ -287,6 +290,7 @@ def _raised(case: Case) -> list[Fact]:
                 error=error[:160].rstrip("."),
                 pid=str(writer.pid) if writer.pid >= 0 else "",
                 host=writer.host,
+                worker=writer.worker,
             )
         )
     return facts

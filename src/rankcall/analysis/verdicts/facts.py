@@ -170,13 +170,15 @@ class Relation(str, Enum):
     RANK_NOT_SAID = "rank_not_said"  # there was a failure, and no line says which rank is at fault
     ENDED_FROM_OUTSIDE = "ended_from_outside"  # something that is no rank did. values: what
     PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
-    PROCESS_RAISED = "process_raised"  # whose rank is not known. values: error, pid, host
+    # An exception of a process whose rank is not known. values: error, pid, host, worker
+    PROCESS_RAISED = "process_raised"
     PROCESS_GONE = "process_gone"  # a framework misses it. values: by, pid, host
     WAITED_FOR = "waited_for"  # a library names whom it waited for. values: peer, pid
     KERNEL_REPORTS = "kernel_reports"  # a device, a port or the processor. values: error, host
     LINK_ERRORS = "link_errors"  # of a host. values: host, end (host or peer), all
     SPAWNED_ENDED = "spawned_ended"  # of torch.multiprocessing. values: process, signal
-    WORKER_ENDED = "worker_ended"  # by the launcher of a node. values: local_rank, host, code
+    # A launcher of a node says so. values: local_rank (or else pid), host, code
+    WORKER_ENDED = "worker_ended"
     SAID = "said"  # this line tells most of what is known. values: text, pid, host
     FAILED_FIRST = "failed_first"  # of the ranks that torchrun saw, which can follow from another
     NO_FAILURE_SEEN = "no_failure_seen"  # in so many lines

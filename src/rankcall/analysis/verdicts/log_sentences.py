@@ -154,8 +154,9 @@ def _ended_from_outside(fact: Fact) -> str:
 
 def _process(fact: Fact) -> str:
     """Name a process whose rank is not known."""
-    pid, host = fact.value("pid"), fact.value("host")
-    return f"{f'Process {pid}' if pid else 'A process'}{f' on {host}' if host else ''}"
+    pid, host, worker = fact.value("pid"), fact.value("host"), fact.value("worker")
+    process = f"Process {pid}" if pid else f"Worker {worker}" if worker else "A process"
+    return f"{process}{f' on {host}' if host else ''}"
 
 
 def _process_failed(fact: Fact) -> str:
@@ -209,8 +210,8 @@ def _spawned_ended(fact: Fact) -> str:
 
 
 def _worker_ended(fact: Fact) -> str:
-    rank, host = fact.value("local_rank"), fact.value("host")
-    worker = f"Local rank {rank}" if rank else "A worker"
+    rank, host, pid = fact.value("local_rank"), fact.value("host"), fact.value("pid")
+    worker = f"Local rank {rank}" if rank else f"Worker process {pid}" if pid else "A worker"
     name = OWN_SIGNALS.get(signal_of(int(fact.value("code"))), "")
     code = f"{fact.value('code')}{f' ({name})' if name else ''}"
     return f"{worker}{f' on {host}' if host else ''} ended with code {code}."

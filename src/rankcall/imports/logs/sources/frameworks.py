@@ -33,6 +33,13 @@ def _vllm_rank(line: Line, match: re.Match[str]) -> Fact | None:
     return Member(line, line.writer.host, -1, rank, size) if rank < size <= MAX_RANKS else None
 
 
+_VLLM_DIED = re.compile(r"Worker \S{1,80} pid (\d{1,10}) died, exit code: (-?\d{1,5})")
+
+
+def _vllm_died(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, int(match[1]), int(match[2]))
+
+
 _SGLANG_SIZE = re.compile(r"server_args=ServerArgs\(")
 _TP_SIZE = re.compile(r"\btp_size=(\d{1,7})\b")
 _OTHER_SIZE = re.compile(r"\b(?:pp|dp)_size=(?:[2-9]|1\d)")
@@ -148,6 +155,15 @@ SOURCES: tuple[Source, ...] = (
                 "ERROR 04-02 11:02:11 [multiproc_executor.py:154] Worker proc VllmWorker-3 died "
                 "unexpectedly, shutting down executor.",
                 "vLLM 0.8 and newer",
+            ),
+            Message(
+                "vLLM: how a worker ended",
+                ("died, exit code: ",),
+                _VLLM_DIED,
+                _vllm_died,
+                "ERROR 03-21 10:02:11 multiproc_worker_utils.py:124] Worker VllmWorkerProcess pid "
+                "4121 died, exit code: -15",
+                "vLLM 0.4 to 0.9",
             ),
             Message(
                 "SGLang: a forward pass takes too long",
