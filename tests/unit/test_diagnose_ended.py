@@ -44,6 +44,27 @@ def test_all_killed_at_once(tmp_path: Path) -> None:
     assert copied.findings[0].confidence == "possible"
 
 
+def test_all_ended_before_their_group(tmp_path: Path) -> None:
+    """Ranks that have never made a process group did not end well, unless they say so.
+
+    A rank that fails before it imports torch leaves no records, and its launcher ends the others.
+    """
+    gone = {0: "gone", 2: "gone"}
+    diagnosis = diagnose_calls(tmp_path / "killed", [], ranks=(0, 2), states=gone)
+    assert causes(diagnosis) == [("dead", (0, 2))]
+    (finding,) = diagnosis.findings
+    assert finding.is_fault
+    assert "before their process group was made; nobody noted how" in finding.summary
+    for name, options in {
+        "closed": {"closed": (0, 2)},
+        "ended": {"exits": dict.fromkeys((0, 2), (0, 60.0))},
+    }.items():
+        well = diagnose_calls(tmp_path / name, [], ranks=(0, 2), states=gone, **options)  # type: ignore[arg-type]
+        assert not well.findings, name
+    alone = diagnose_calls(tmp_path / "alone", [], ranks=(0,), states={0: "gone"})
+    assert not alone.findings
+
+
 def test_a_rank_that_comes_after_others_were_killed(tmp_path: Path) -> None:
     """It waited from when it came until its call failed; the others were there until they died."""
     calls = [

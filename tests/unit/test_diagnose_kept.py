@@ -301,11 +301,11 @@ def test_a_verdict_on_a_hang_that_is_over_is_not(tmp_path: Path, kind: str) -> N
 
 
 def test_a_verdict_of_an_earlier_attempt_did_not_last(tmp_path: Path) -> None:
-    """The ranks began after it, and have not issued a call yet."""
+    """The ranks began after it, and have not issued a call yet: nothing is left but their end."""
     run = write_world(tmp_path / "run", [], ranks=range(4), closed=lambda rank: False, beats=LIVED)
     seen_by_watcher(run, "no_progress", (1,), -1 * SECOND)
     assert seen_of_a_running_job(run, 2) == []
-    assert causes_after_the_end(run) == []
+    assert causes_after_the_end(run) == [("dead", (0, 1, 2, 3))]
     seen_by_watcher(run, "no_progress", (1,), 1 * SECOND)
     assert [kind for kind, _, _ in seen_of_a_running_job(run, 2)] == ["no_progress"]
 

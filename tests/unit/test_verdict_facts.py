@@ -226,6 +226,10 @@ def test_other_summaries() -> None:
     assert summary([copied]).startswith(
         f"R{NAMES[1:]} ended together, or still ran when these records were copied; nobody noted"
     )
+    early = replace(together[1], values=(("early", "yes"),))
+    assert summary([early]) == (
+        f"R{NAMES[1:]} ended together, before their process group was made; nobody noted how."
+    )
     one, many = of(R.ENDED_FIRST, 2, error="DistNetworkError: Broken pipe")
     assert summary([one]) == (
         f"R{NAME[1:]} ended, and rank 0 (node-a, pid 100) failed 2.0 s later with DistNetworkError: "

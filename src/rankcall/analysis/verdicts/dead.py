@@ -22,6 +22,15 @@ from rankcall.analysis.verdicts.suspects import (
     is_interrupted,
 )
 
+_FROM_OUTSIDE = (
+    "Most likely killed from outside: look at the log of what started them (Ray, for example, "
+    "catches a rank's exception and then ends all ranks), at the scheduler (a time limit, a "
+    "cancelled job), at the kernel (out of memory: dmesg -T) or for a host that was lost."
+)
+_BEFORE_A_GROUP = (
+    "Look at what the job has printed: if a rank fails before it comes to the process group, most "
+    "launchers end the others, which wait for it."
+)
 # Signals that come from outside. Other ends come of the call that the process was in.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
@@ -73,22 +82,21 @@ class Dead(CulpritKind):
             yield self._of_failed([state for state in failed if state.gone_s == first_s], snapshot)
             return
         ranks = sorted(exits.together)
-        # If no call is in flight, the ranks may have ended well.
-        if not ranks or evidence.stuck is not None or not evidence.in_flight.any():
+        early = len(snapshot.ranks) > 1 and not any(map(_has_begun, snapshot.ranks))
+        # If no call is in flight, the ranks may have ended well, unless none had made its group.
+        if not ranks or evidence.stuck is not None or not (early or evidence.in_flight.any()):
             return
         copied = any(snapshot.ranks[rank].state == UNKNOWN for rank in ranks)
         values = (("copied", "yes"),) if copied else ()
+        values += (("early", "yes"),) if early else ()
         yield self.finding(
             ranks,
             hosts=hosts_of(snapshot, ranks),
             confidence="possible" if copied else "likely",
             said=[Fact(Relation.ENDED_TOGETHER, ranks_of(snapshot, ranks), values=values)],
-            shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN]],
+            shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN] if not early],
             live=snapshot.live,
-            advice="Most likely killed from outside: look at the log of what started them (Ray, "
-            "for example, catches a rank's exception and then ends all ranks), at the scheduler "
-            "(a time limit, a cancelled job), at the kernel (out of memory: dmesg -T) or for a "
-            "host that was lost.",
+            advice=_BEFORE_A_GROUP if early else _FROM_OUTSIDE,
         )
 
     def _of_failed(self, states: Sequence[RankState], snapshot: Snapshot) -> Finding:
@@ -215,3 +223,8 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _has_begun(state: RankState) -> bool:
+    """Tell whether a rank of a job has come out of its start, as far as is known."""
+    return bool(state.groups or state.rpc or state.closed or state.exit == 0)

@@ -39,7 +39,7 @@ class Relation(str, Enum):
     GONE = "gone"  # the process does not exist, and no end of it was noted
     ENDED_BADLY = "ended_badly"  # ended, each in another one of the ways above
     CONNECTIONS_CLOSED = "connections_closed"  # calls of others failed by that. values: why
-    ENDED_TOGETHER = "ended_together"  # at one moment, and no end was noted. values: copied
+    ENDED_TOGETHER = "ended_together"  # and nobody noted how. values: copied, early
     STOPPED = "stopped"  # the kernel says that the process is stopped
     NO_PYTHON_THREAD = "no_python_thread"  # its only heartbeat, which needs the GIL, is so old
     NO_SIGN_OF_LIFE = "no_sign_of_life"  # its heartbeat, which needs no GIL, is so old

@@ -227,6 +227,9 @@ def _ended_together(facts: Sequence[Fact], live: bool) -> str:
     end = "ended" if len(who(facts[0]).numbers) == 1 else "ended together"
     if facts[0].value("copied"):
         end = f"{end}, or still ran when these records were copied"
+    if facts[0].value("early"):
+        its = verbs_for(len(who(facts[0]).numbers), live).its
+        return f"{name_of(facts[0])} {end}, before {its} process group was made; nobody noted how."
     return f"{name_of(facts[0])} {end}; nobody noted how, and none had waited for long."
 
 
