@@ -240,6 +240,18 @@ def wrapped(line: str, width: int, breaks: str) -> Sequence[str]:
     return textwrap.wrap(line, width, break_on_hyphens=False) or [""]
 
 
+def test_the_words_of_the_only_message_are_broken(tmp_path: Path) -> None:
+    """Neither line has the words that are searched for, and both together are a known message."""
+    line = (
+        "(raylet) The node with node id: 5a1f and address: 10.0.3.4 and node name: 10.0.3.4 has "
+        "been marked dead because the detector has missed too many heartbeats from it."
+    )
+    width = line.index("marked dead") + 4
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(wrapped(line, width, "columns")))
+    assert judged(path) == ("undecided", ())
+
+
 def test_two_nodes_in_one_file(tmp_path: Path) -> None:
     """Lines of two nodes alternate, each behind its host."""
     lines, kind, ranks = LOGS["nccl-missing"]

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from rankcall.imports.logs.prefixes import Prefixes, plain
 from rankcall.imports.logs.reading import RawLine
-from rankcall.imports.logs.sources import is_incomplete
+from rankcall.imports.logs.sources import is_incomplete, is_whole
 
 __all__ = ["Wrapping", "wrapping_of"]
 
@@ -92,11 +92,20 @@ class Wrapping:
             last = line.text
         yield whole
 
+    def _is_whole_together(self, text: str, following: str) -> bool:
+        """Whether two lines have a message that neither has alone: its first words were broken."""
+        return (
+            self.goes_on(text, following)
+            and is_whole(self.joined(text, following))
+            and not is_whole(text)
+            and not is_whole(following)
+        )
+
     def completes(self, run: Sequence[RawLine], at: int) -> bool:
         """Whether a message that is incomplete in one line is complete with those below it."""
         text = last = run[at].text
         if not is_incomplete(text):
-            return False
+            return self._is_whole_together(text, run[at + 1].text)
         for line in run[at + 1 : at + _MOST_JOINED]:
             if not self.goes_on(last, line.text):
                 return False

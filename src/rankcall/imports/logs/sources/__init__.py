@@ -20,7 +20,7 @@ from rankcall.imports.logs.reading import Marker
 from rankcall.imports.logs.sources import frameworks, launchers, libraries, nodes, pytorch
 from rankcall.imports.logs.sources.message import Message, Source, failed
 
-__all__ = ["SOURCES", "Message", "Source", "facts_of", "is_incomplete", "markers"]
+__all__ = ["SOURCES", "Message", "Source", "facts_of", "is_incomplete", "is_whole", "markers"]
 
 SOURCES: tuple[Source, ...] = (
     *pytorch.SOURCES,
@@ -86,6 +86,17 @@ def facts_of(line: Line) -> list[Fact]:
     if not facts and pytorch.ERROR.match(line.text):
         facts.append(Fragment(line))
     return facts
+
+
+def is_whole(text: str) -> bool:
+    """Whether a line has a whole message that says more than that something failed."""
+    return any(
+        words in text
+        and message.pattern is not None
+        and message.read is not failed
+        and message.pattern.search(text)
+        for words, message in _READERS
+    )
 
 
 def is_incomplete(text: str) -> bool:
