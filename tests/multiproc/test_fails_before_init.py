@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import launch
+from launch import RANKCALL, launch
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -40,3 +40,33 @@ def test_the_rank_is_named(tmp_path: Path, end: str) -> None:
     assert words in said
     assert "left no records" in said
     assert ("ValueError: no such config" in said) == (end == "an exception")
+
+
+# The rank that fails waits until the others have begun to record, so that there is a run.
+LATE = """
+import os, sys, time
+from pathlib import Path
+deadline = time.monotonic() + 200
+if os.environ["RANK"] == "0":
+    while len(list(Path("live").glob("**/*.ring"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sys.exit(3)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+def test_below_a_launcher_that_notes_no_exits(tmp_path: Path) -> None:
+    """Below ``exec torchrun``, nobody notes the end of a rank without records: not healthy."""
+    (tmp_path / "live").mkdir(mode=0o700)
+    (tmp_path / "job.py").write_text(LATE)
+    torchrun = [str(RANKCALL.with_name("torchrun")), "--nproc-per-node=3", "job.py"]
+    options = ["exec", "--capture=python", "--run-dir=run", "--"]
+    env = {"RANKCALL_SHM": str(tmp_path / "live")}
+    ended = launch(*options, *torchrun, cwd=tmp_path, env=env, timeout=400)
+    assert ended.status != 0
+    verdict = launch("diagnose", "run", cwd=tmp_path, env=env)
+    assert verdict.status == 1, verdict
+    said = " ".join(verdict.out.split())
+    assert "Ranks 1-2 " in said
+    assert "before their process group was made" in said

@@ -87,8 +87,8 @@ class Dead(CulpritKind):
         if not ranks or evidence.stuck is not None or not (early or evidence.in_flight.any()):
             return
         copied = any(snapshot.ranks[rank].state == UNKNOWN for rank in ranks)
-        values = (("copied", "yes"),) if copied else ()
-        values += (("early", "yes"),) if early else ()
+        marks = {"copied": copied, "early": early}
+        values = tuple((name, "yes") for name, is_so in marks.items() if is_so)
         yield self.finding(
             ranks,
             hosts=hosts_of(snapshot, ranks),
