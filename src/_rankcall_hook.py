@@ -35,6 +35,7 @@ def install():
         return
     try:
         _share_stderr()
+        _end_with_agent()
         if is_wanted() and not any(type(finder) is _Finder for finder in sys.meta_path):
             if is_to_carry_on():
                 _FUNCTIONS.update([_LAUNCHER])
@@ -64,6 +65,25 @@ def _share_stderr():
             fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)
     except OSError:  # stderr is closed: this process is recorded all the same
         return
+
+
+def _end_with_agent():
+    """If torchrun's agent carries a job on, have the kernel end its worker together with it.
+
+    A worker that outlives an agent that was killed would run beside the next attempt. The agent
+    names itself by its file in the run. Only the agent's own child can be tied to it: the kernel
+    knows no other relation.
+    """
+    agent = os.environ.get("RANKCALL_RECOVERIES", "").rpartition(".jsonl")[0].rpartition(".")[2]
+    if agent != str(os.getppid()):
+        return
+    import ctypes
+    import signal
+
+    set_death_signal = 1  # PR_SET_PDEATHSIG, since Linux 2.1; it holds after an exec, too
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+    if agent != str(os.getppid()):  # it was killed a moment ago
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_wanted():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from launch import Ended, Launch, launch
 from ports import free_port
+from world import wait_until
 
 from rankcall.run.bars import read_bars
 from rankcall.run.exits import read_exits
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.multiproc
 HANG_AFTER_S = 3  # on a busy machine, the start of a process takes many seconds, which are no hang
 
 JOB = """
-import ctypes, os, signal, sys, time
+import ctypes, datetime, glob, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import rankcall
@@ -69,6 +70,19 @@ for step in range(8):
         if how == "outlive":
             dist.barrier()
             raise ValueError("bad batch")
+    if step == 5 and first and how in ("store", "in_store"):
+        if rank == 0 or how == "in_store":
+            store = dist.distributed_c10d._get_default_store()
+            store.wait([f"never {rank}"], datetime.timedelta(seconds=1000))
+        threading.Event().wait(1000)
+    if step == 5 and how == "busy":
+        store = dist.distributed_c10d._get_default_store()
+        while rank == 1 and not glob.glob("run/hangs/*/verdict.json"):
+            sum(range(10_000))
+        ends = time.monotonic() + 8  # longer than it takes to end a rank after a verdict
+        while rank == 1 and time.monotonic() < ends:
+            sum(range(10_000))
+        store.set("evaluated", "1") if rank == 1 else store.get("evaluated")
     if step == 5 and first and how == "deadlock":
         dist.recv(torch.ones(1), 1 - rank)
     dist.all_reduce(torch.ones(2))
@@ -135,6 +149,8 @@ def test_an_exception_that_comes_back(tmp_path: Path) -> None:
         ("gil", "stopped", (0,)),
         ("deadlock", "deadlock", (0, 1)),
         ("init", "no_progress", ()),
+        ("store", "no_progress", (1,)),  # rank 0 waits in the store, rank 1 in a lock
+        ("in_store", "no_progress", ()),  # both wait in the store
     ],
 )
 def test_other_faults(how: str, kind: str, culprits: tuple[int, ...], tmp_path: Path) -> None:
@@ -145,6 +161,16 @@ def test_other_faults(how: str, kind: str, culprits: tuple[int, ...], tmp_path: 
     first = ends(tmp_path)[0]
     assert first.signature.kind == kind
     assert not culprits or first.culprits == culprits
+
+
+@pytest.mark.slow
+def test_a_rank_that_works_while_others_wait_in_the_store(tmp_path: Path) -> None:
+    """It is reported and not ended: the job goes on by itself."""
+    ended = job(tmp_path, "busy")
+    assert ended.status == 0, ended.err
+    assert "waits for a key of the job's store" in ended.err
+    assert {"done 0", "done 1"} <= set(ended.out.splitlines())
+    assert ends(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -169,6 +195,59 @@ def test_a_rank_that_outlives_its_launcher(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert "alone True" in ended.out
     assert "ended rank 1 before the next attempt" in ended.err
+
+
+KILLED = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+rank, is_first = os.environ["RANK"], not os.path.exists("again")
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if is_first:
+    with open(f"new.{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(f"new.{rank}", f"pid.{rank}")
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("below_shell", [False, True])
+def test_a_launcher_that_is_killed(below_shell: bool, tmp_path: Path) -> None:
+    """Its workers end with it, or before the next launcher starts some, if a script hides them."""
+    (tmp_path / "job.py").write_text(KILLED)
+    (tmp_path / "worker.sh").write_text(f"{sys.executable} job.py & wait $!\n")
+    script = ("--no-python", "sh", tmp_path / "worker.sh") if below_shell else ("job.py",)
+    command = ("run", "--capture", "python", "--on-hang", "recover", "--hang-after", "1000")
+    job = *command, "--run-dir", tmp_path / "run", "--nproc-per-node=2", *script
+    first = Launch(*job, cwd=tmp_path)
+    for rank in (0, 1):
+        first.wait_for(tmp_path / f"pid.{rank}")
+    pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in (0, 1)]
+    first.process.kill()
+    first.process.wait()
+    if not below_shell:
+        wait_until(lambda: not any(map(_runs, pids)), 60)
+    (tmp_path / "again").touch()
+    second = launch(*job, cwd=tmp_path)
+    assert second.status == 0, second.err
+    assert not any(map(_runs, pids))
+    assert ("ended ranks 0-1 before" in second.err) == below_shell
+    first.finish(linger=60)  # a script ends after its rank
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process runs or is stopped: in a container, nobody may reap it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
 
 
 @pytest.mark.slow

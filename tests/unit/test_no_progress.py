@@ -133,6 +133,47 @@ def test_all_ranks_fall_silent(tmp_path: Path) -> None:
     assert "rankcall.expect" in diagnosis.findings[0].advice
 
 
+AT_STORE = AT_SLEEP.replace("line 9", "line 5")
+IN_LOCK = dumped(
+    ("/usr/lib/python3.12/threading.py", 355, "wait"), ("/home/ada/train.py", 9, "main")
+)
+IN_CHILD = dumped(
+    ("/usr/lib/python3.12/subprocess.py", 1200, "communicate"), ("/home/ada/train.py", 9, "main")
+)
+
+
+@pytest.mark.parametrize(
+    ("in_store", "of_rank_3", "confidence"),
+    [
+        ((0, 1, 2), {"idle_s": 11.0, "stack": AT_SLEEP}, "certain"),
+        ((0, 1, 2), {"idle_s": 11.0, "stack": IN_LOCK}, "certain"),
+        ((0, 1, 2), {"idle_s": None, "stack": AT_SLEEP}, "likely"),  # it computes
+        ((0, 1, 2), {"idle_s": 2.0, "stack": AT_SLEEP}, "likely"),  # it did until then
+        ((0, 1, 2), {"idle_s": 11.0, "stack": IN_CHILD}, "likely"),  # a program of its own may
+        ((0, 1, 2), {"idle_s": 11.0, "stack": AT_SLEEP, "gil_s": 8.0}, "likely"),  # an old look
+        ((0, 1, 2), {"idle_s": 11.0}, "possible"),  # its line is not known
+        ((0, 1), {"idle_s": 11.0, "stack": AT_SLEEP}, "likely"),  # rank 2 computes
+        ((0, 1, 2, 3), {}, "certain"),
+        ((), {"idle_s": 11.0, "stack": AT_SLEEP}, "possible"),
+    ],
+)
+def test_a_wait_for_the_store(
+    in_store: tuple[int, ...], of_rank_3: dict[str, object], confidence: str, tmp_path: Path
+) -> None:
+    """It is certain that the job hangs only if no rank is seen to do anything."""
+    snapshot = silent(tmp_path, 11).snapshot
+    for rank in in_store:
+        snapshot.ranks[rank] = replace(snapshot.ranks[rank], in_store_s=9.0, stack=AT_STORE)
+    snapshot.ranks[3] = replace(snapshot.ranks[3], **of_rank_3)  # type: ignore[arg-type]
+    (finding,) = find(snapshot, 10)
+    assert (finding.kind, finding.confidence) == ("no_progress", confidence)
+    if in_store:
+        assert "for a key of the job's store at /home/ada/train.py:5" in finding.summary
+        assert ("rank 3" in finding.summary) == (confidence == "certain" and 3 not in in_store)
+    stands_still = bool(in_store) and 3 not in in_store and "stack" in of_rank_3
+    assert finding.ranks == ((3,) if stands_still else ())
+
+
 def test_silence_that_has_a_reason(tmp_path: Path) -> None:
     """A declared phase, local steps and a rank that has left or stopped recording are no hang."""
     assert causes(silent(tmp_path / "left", 55, left={1})) == []

@@ -327,6 +327,16 @@ def test_summaries_of_a_job_that_does_not_move_or_is_slow() -> None:
             alone = summary([replace(one, others=None)])
             assert alone.endswith("for 90 s; the stacks of the others are not known.")
         assert summary([one]) == f"{begin}{end}"
+    one, many = of(R.WAITS_IN_STORE, 90, line="a.py:1")
+    begin = f"R{NAME[1:]} waits for a key of the job's store at a.py:1"
+    nothing = "No rank has issued anything for 90 s."
+    assert summary([one]) == f"{begin}, and rank 0 (node-a, pid 100) does nothing. {nothing}"
+    assert f"a.py:1, and ranks 4-5 (node-c) do nothing. {nothing}" in summary([many])
+    assert summary([replace(one, others=None)]) == f"{begin}. {nothing}"
+    one, _ = of(R.ALL_WAIT_IN_STORE, 90, line="a.py:1")
+    assert summary([one]) == (
+        f"{begin}: no rank is left that could write it, and nothing has happened for 90 s."
+    )
     one, many = of(R.NO_GROUP_YET, 90)
     assert " has not made its process group; the other ranks have." in summary([one])
     assert " have not made their process group; the other ranks have." in summary([many])

@@ -121,6 +121,8 @@ def _running(rank: int, ring: SeenRing, ends: ProcessEnds, moment: int) -> RankS
         ring.state,
         silent_s=max(0.0, (seen_ns - ring.last_ns) / _S),
         gil_s=max(0.0, (seen_ns - head.python_heartbeat_ns) / _S),
+        in_store_s=(seen_ns - head.in_store_ns) / _S if head.in_store_ns else None,
+        idle_s=(seen_ns - head.idle_ns) / _S if head.idle_ns else None,
         needs_gil=head.capture == "python",
         closed=head.closed_ns != 0,
         leaving=head.left_ns != 0,

@@ -90,6 +90,8 @@ class RankState:
     aborted: bool = False  # its own watcher ended it because the job hung
     silent_s: float = 0.0  # since its last sign of life
     gil_s: float = 0.0  # since a Python thread last ran
+    in_store_s: float | None = None  # since the thread that trains waits for the job's store
+    idle_s: float | None = None  # since its process has used hardly any CPU time
     needs_gil: bool = False  # only a Python thread can give a sign of life
     closed: bool = False  # it stopped recording itself, as at a normal exit
     leaving: bool = False  # its program has ended; the process may still be closing down

@@ -38,7 +38,7 @@ def where(store: Store) -> str:
 
 def addresses_of(store: Store) -> frozenset[Address]:
     """Return the address that a TCPStore client is connected to; empty if it is not known."""
-    port = _port(store)
+    port = port_of(store)
     if not port:
         return frozenset()
     peers = {_peer_once(connection) for connection in _connections(lambda to: to[1] == port)}
@@ -56,7 +56,7 @@ def is_closed(store: Store, addresses: Collection[Address]) -> bool:
     """
     if addresses:
         return all(map(_has_ended_once, _connections(addresses.__contains__)))
-    own = _socket_by_repr(store) if _port(store) else None
+    own = _socket_by_repr(store) if port_of(store) else None
     return own is not None and _has_ended_once(own)
 
 
@@ -65,7 +65,7 @@ def own_socket(client: Store, open_before: Collection[int]) -> socket.socket | N
 
     ``open_before`` are the inodes of the sockets that this process had before the client was made.
     """
-    port = _port(client)
+    port = port_of(client)
     connections = list(_connections(lambda to: to[1] == port, except_for=open_before))
     if len(connections) == 1:
         return connections[0]
@@ -80,7 +80,7 @@ def is_hosted_here(store: Store) -> bool:
     False if it is not known (without /proc). It may be true of a store on another machine, if this
     process hosts a second one with the same port.
     """
-    port = _port(store)
+    port = port_of(store)
     if not port:
         return False
     for inode, descriptor in open_sockets().items():
@@ -153,7 +153,8 @@ def _peer(connection: socket.socket) -> Address | None:
     return host, port
 
 
-def _port(store: Store) -> int:
+def port_of(store: Store) -> int:
+    """Return the port of a TCPStore; 0 of another store."""
     root = root_of(store)
     return root.port if isinstance(root, TCPStore) else 0
 

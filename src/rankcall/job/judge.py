@@ -34,7 +34,7 @@ from rankcall.analysis.verdicts.wording import duration
 from rankcall.job.choice import evidence_store
 from rankcall.job.evidence import EvidenceSender
 from rankcall.job.keep import OfThisHang, keep_verdict, text_of
-from rankcall.job.news import Learned, is_news
+from rankcall.job.news import Learned, are_open, is_news
 from rankcall.job.other_nodes import Exchange, Unreachable, Untrusted
 from rankcall.job.sealing import job_secret
 from rankcall.job.viewers import NodeViews
@@ -151,7 +151,8 @@ class Judge:
         self.next_look = self._next_look(mine, bool(known))
         if whole:
             findings = self._hangs(mine)
-            if not is_news(findings, known):
+            # Only stacks can show that ranks which are silent wait for each other.
+            if not is_news(findings, known) and not (findings and are_open(known)):
                 return again and bool(findings)
             if self._becomes_clear(mine, findings, first_ns):
                 return False
@@ -272,7 +273,7 @@ class Judge:
         late = unfinished(calls) & (calls["age_s"] >= patience(snapshot, self._hang_after))
         if not late.any():
             silence = silence_of(snapshot, self._hang_after)
-            return not known and silence is not None and silence.is_long
+            return are_open(known) and silence is not None and silence.is_long
         if not known:
             return True
         findings = self._hangs(snapshot)
@@ -412,6 +413,14 @@ def _place() -> str:
 
     store = _job_store()
     return f" {where(store)}" if store is not None else ""
+
+
+def store_port() -> int:
+    """Return the port of the job's store; 0 if it has none."""
+    from rankcall.c10d.location import port_of  # here, because it imports torch
+
+    store = _job_store()
+    return port_of(store) if store is not None else 0
 
 
 def _job_store() -> Any:

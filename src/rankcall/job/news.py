@@ -35,8 +35,24 @@ class Learned:
 
 
 def is_news(findings: Sequence[Finding], earlier: Sequence[Verdict]) -> bool:
-    """Return whether a finding names a rank that no earlier verdict names."""
+    """Return whether a finding names a rank that no earlier verdict names, or first is sure.
+
+    Ranks that only stay silent may compute, until they are seen to wait for each other.
+    """
+    if not findings or not earlier:
+        return bool(findings)
     known_ranks = {rank for verdict in earlier for rank in verdict.culprits}
-    return bool(findings) and (
-        not earlier or any(not known_ranks.issuperset(finding.ranks) for finding in findings)
+    names_more = any(not known_ranks.issuperset(finding.ranks) for finding in findings)
+    return names_more or (are_open(earlier) and not leaves_open(findings))
+
+
+def are_open(verdicts: Sequence[Verdict]) -> bool:
+    """Return whether all verdicts, of which there may be none, leave open that the job hangs."""
+    return all(leaves_open(verdict.findings) for verdict in verdicts)
+
+
+def leaves_open(findings: Sequence[Finding]) -> bool:
+    """Return whether findings leave open that the job hangs: its ranks may compute for long."""
+    return all(
+        finding.kind == "no_progress" and finding.confidence != "certain" for finding in findings
     )

@@ -16,14 +16,17 @@ import numpy as np
 
 from rankcall import background
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.no_progress import STILL_SHARE
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.job.ending import end_worker, workers_to_end
 from rankcall.job.endless import CallNumbers, EndlessCalls
-from rankcall.job.judge import Judge
+from rankcall.job.judge import Judge, store_port
+from rankcall.job.news import leaves_open
 from rankcall.job.node import Node
 from rankcall.job.sealing import ADVICE
+from rankcall.job.standstill import Standstill
 from rankcall.record import FLAG_ABANDONED
 from rankcall.ring.follower import LiveTables, RingView
 from rankcall.ring.layout import Header
@@ -60,6 +63,8 @@ class Watcher:
         self._records = RingView(recording.ring, recording.geometry)
         self._calls = CallNumbers(LiveTables(recording.ring, recording.geometry))
         self._endless = EndlessCalls()
+        self._standstill = Standstill(recording.ring, store_port)
+        self._last_head = 0  # of this rank's records, at the last turn
         self._is_early = False  # the newest verdict of this rank needed no patience
         self._node = Node(recording)
         self._judge: Judge | None = None  # until the recording has its run
@@ -123,6 +128,8 @@ class Watcher:
         if judge is None:
             return
         headers, rank = self._node.headers(), self._recording.rank()
+        if rank in headers:
+            self._note_standstill(headers[rank])
         self._notice(headers, judge)
         if time.monotonic() >= self._end_at:
             self._end_itself()
@@ -168,7 +175,8 @@ class Watcher:
 
         A verdict that other nodes take part in comes from the store, and any process that reaches
         the store may have written it. So it ends no rank as long as this node's own calls all end.
-        If the ranks of this node are only silent, a verdict that is not verified ends none either.
+        If the ranks of this node are only silent, a verdict that is not verified ends none either,
+        unless one of them waits for the job's store.
 
         Args:
             judge: The judge that has given the verdict.
@@ -176,7 +184,9 @@ class Watcher:
             overdue_ns: When the oldest overdue call of this node was issued; 0: none is overdue.
             first_ns: The same, or since when no rank of this node has issued a call; 0: some have.
         """
-        is_confirmed = overdue_ns != 0 or (first_ns != 0 and judge.is_verified)
+        is_confirmed = overdue_ns != 0 or (
+            first_ns != 0 and (judge.is_verified or self._waits_in_store(headers))
+        )
         if is_confirmed or self._on_hang not in ENDS:
             self._react_until = float("-inf")
             if self._call_for_reaction(judge) and self._on_hang == "recover":
@@ -230,6 +240,10 @@ class Watcher:
         is_overdue = time.monotonic_ns() - oldest_ns >= self._hang_after * 1e9
         put(ring, "overdue_ns", oldest_ns if is_overdue else 0)
 
+    def _note_standstill(self, mine: Header) -> None:
+        is_silent, self._last_head = mine.head == self._last_head, mine.head
+        self._standstill.note(mine.train_thread, is_silent)
+
     def _note_issued(self, headers: dict[int, Header], now: float) -> None:
         """Note which ranks of the node have done anything since the last turn."""
         for rank, header in headers.items():
@@ -245,6 +259,11 @@ class Watcher:
         since = max(self._issued[rank][1] for rank in headers)
         ended = any(header.closed_ns or header.left_ns for header in headers.values())
         return 0 if ended or now - since < self._hang_after else int(since * 1e9)
+
+    def _waits_in_store(self, headers: dict[int, Header]) -> bool:
+        """Return whether a rank of this node has waited for the job's store for long."""
+        since_ns = time.monotonic_ns() - int(self._hang_after * STILL_SHARE * 1e9)
+        return any(0 < header.in_store_ns <= since_ns for header in headers.values())
 
     def _is_asked(self, headers: dict[int, Header], now: float, judge: Judge) -> bool:
         """Return whether another node wants a verdict, by a poll of the store if one is due.
@@ -314,10 +333,7 @@ def _may_abort(verdicts: list[Verdict]) -> bool:
     """
     if not verdicts:
         return True
-    findings = verdicts[-1].findings
-    return not all(
-        finding.kind == "no_progress" and finding.confidence != "certain" for finding in findings
-    )
+    return not leaves_open(verdicts[-1].findings)
 
 
 _current: Watcher | None = None

@@ -2,7 +2,9 @@
 
 torchrun sends SIGTERM to the process groups of its children, and SIGKILL to those whose child still
 runs. If that is a shell script, the rank is a child of it: one that ignores SIGTERM, or is stopped,
-outlives the script. Two attempts would then write the same checkpoints.
+outlives the script. The same is left if the agent itself is killed, because the kernel ends only
+the agent's own children with it (``_rankcall_hook``). Two attempts would then write the same
+checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.paths import ring_paths
-from rankcall.run.recoveries import FILE_VARIABLE
+from rankcall.run.recoveries import FILE_VARIABLE, agent_of
 
 # The kernel frees a rank's memory within seconds. One that it cannot end, in uninterruptible sleep,
 # must not hold up the job: it can write nothing either, until what it waits for answers.
@@ -25,11 +27,11 @@ _MOST_ENVIRON = 1 << 20  # bytes
 
 
 def end_leftovers(run_dir: Path, host: str, agent_file: Path) -> list[int]:
-    """End the ranks that still run of those that this agent started; return their numbers.
+    """End the ranks that still run of this agent and of agents that are gone; return their numbers.
 
     Only recorded ranks are ended. A program may have started other processes that are to outlive
-    it, such as one that uploads a checkpoint. A process counts as this agent's by its environment,
-    because two agents of one host may write the same run. Never raises.
+    it, such as one that uploads a checkpoint. Two agents of one host may write the same run, so the
+    environment of a process says whose it is. Never raises.
 
     Args:
         run_dir: The run directory.
@@ -46,7 +48,7 @@ def end_leftovers(run_dir: Path, host: str, agent_file: Path) -> list[int]:
 
 
 def _end(header: Header, agent_file: Path, deadline: float) -> bool:
-    """End a rank that runs and that this agent started; return whether it was one."""
+    """End a rank that runs, unless it is another running agent's; return whether it was ended."""
     try:
         process = os.pidfd_open(header.pid)  # before all checks, so that they are about this one
     except OSError:
@@ -54,7 +56,8 @@ def _end(header: Header, agent_file: Path, deadline: float) -> bool:
     try:
         if header.process_state() not in ("alive", "stopped"):
             return False
-        if not _is_started_by(header.pid, agent_file):
+        started_by = _agent_file_of(header.pid)
+        if started_by != agent_file and not _is_of_gone_agent(started_by, agent_file):
             return False
         signal.pidfd_send_signal(process, signal.SIGKILL)
         left_ms = max(0, int((deadline - time.monotonic()) * 1e3))
@@ -62,13 +65,28 @@ def _end(header: Header, agent_file: Path, deadline: float) -> bool:
         waiting.register(process, select.POLLIN)
         waiting.poll(left_ms)
         return True
-    except OSError:
+    except (OSError, ValueError):
         return False
     finally:
         os.close(process)
 
 
-def _is_started_by(pid: int, agent_file: Path) -> bool:
+def _agent_file_of(pid: int) -> Path | None:
+    """Return the file of the agent that started a process, by the process's environment."""
     with open(f"/proc/{pid}/environ", "rb") as file:
         variables = file.read(_MOST_ENVIRON).split(b"\0")
-    return os.fsencode(f"{FILE_VARIABLE}={agent_file}") in variables
+    begin = os.fsencode(f"{FILE_VARIABLE}=")
+    names = [entry.removeprefix(begin) for entry in variables if entry.startswith(begin)]
+    return Path(os.fsdecode(names[0])) if names else None
+
+
+def _is_of_gone_agent(started_by: Path | None, agent_file: Path) -> bool:
+    """Return whether a file is that of an agent of this host and run which does not run any more.
+
+    The number of an agent that is gone may be another process's by now. Its ranks are then left.
+    """
+    if started_by is None or started_by.parent != agent_file.parent:
+        return False
+    host, own = agent_of(agent_file)
+    other_host, other = agent_of(started_by)
+    return host == other_host and other != own and not os.path.exists(f"/proc/{other}")

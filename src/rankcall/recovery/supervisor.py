@@ -125,6 +125,8 @@ class Supervisor:
     def before_start(self, restart: int) -> None:
         """Note that an attempt's workers are about to be started. They inherit the environment."""
         os.environ[FILE_VARIABLE] = str(self._file)
+        if not self._attempt.started_ns:
+            self._end_leftovers()  # of an agent on this node that was killed
         self._restart = restart
         verdicts = {kept.verdict.origin.id for kept in kept_in(self._run_dir)}
         # Taken before the workers start, so that no verdict of theirs can be among the known ones,
@@ -260,11 +262,11 @@ class Supervisor:
             self._blamed, self._blamed_ns = self._blamed + 1, time.time_ns()
 
     def _end_leftovers(self) -> None:
-        ranks = end_leftovers(self._run_dir, self._attempt.host, self._file)
+        ranks = end_leftovers(self._run_dir, host_name(), self._file)
         if ranks:
             self._say(
-                f"ended {with_noun(ranks)} before the next attempt: torchrun had ended the script "
-                "that started the process, but not the process itself"
+                f"ended {with_noun(ranks)} before the next attempt: what had started the process "
+                "was ended, but not the process itself"
             )
 
     def _look(self, find: Callable[[Path, Attempt], Cause]) -> tuple[Failure, AttemptEnd]:

@@ -151,6 +151,9 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "gc_since_ns": ("<i8", 3536),  # CLOCK_MONOTONIC; a full collection runs since then; 0: none
     "saved": ("<u8", 3544),  # 1 + the step that the program last saved; 0: it has not said so
     "saved_at": ("<u8", 3552),  # ``step`` when it said so
+    # Written by its watcher, on CLOCK_MONOTONIC; 0: it does not.
+    "in_store_ns": ("<i8", 3560),  # since when the thread that trains waits for the job's store
+    "idle_ns": ("<i8", 3568),  # since when the process has used hardly any CPU time
     # The oldest call in flight, for the leader of the node. Ranks in one call have one number.
     "in_call_ns": ("<i8", 3584),  # CLOCK_MONOTONIC; when it was issued; 0: in none
     "in_call": ("<u8", 3592),
@@ -291,6 +294,8 @@ class Header:
     saved_at: int = 0
     in_call_ns: int = 0
     in_call: int = 0
+    in_store_ns: int = 0
+    idle_ns: int = 0
     phase_names: str = ""
 
     @property

@@ -41,6 +41,7 @@ _MAIN_THREAD = re.compile(r"<module>|\"MainThread\"")
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _PY_SPY = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
 _NATIVE = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^():]+)\)$")  # py-spy: name (library)
+_WAITS = re.compile(r"(^|/)(threading|queue)\.py$")
 _WRAPPERS = ("wrapper", "inner")  # functions of torch's decorators
 
 
@@ -124,6 +125,21 @@ def code_place(stack: str) -> CodePlace:
     place = frames[outer if own is None else own] if outer is not None else frames[-1]
     above = frames[:outer]  # newest first: what the user's code, or a framework, has called
     return CodePlace(f"{place.file}:{place.line}", place.name, _inside(above))
+
+
+def stands_still(stack: str) -> bool:
+    """Return whether the training thread sleeps in the user's code, or waits for another thread.
+
+    Otherwise it may wait for something outside the job: another program, a connection, a file. A
+    function of C that the user's code calls, such as ``time.sleep``, has no frame.
+    """
+    frames = training_frames(stack)
+    if not frames or frames[0].is_ray_loop:
+        return False
+    newest = frames[0]
+    return (
+        newest.is_users or bool(_WAITS.search(newest.file)) or "torch/distributed/" in newest.file
+    )
 
 
 def _inside(above: Sequence[Frame]) -> str:

@@ -123,6 +123,12 @@ def file_of(run_dir: Path, host: str, pid: int) -> Path:
     return run_dir / RECOVERIES / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.jsonl"
 
 
+def agent_of(path: Path) -> tuple[str, int]:
+    """Return the host and the pid of the agent that writes a file. Raises ``ValueError``."""
+    host, _, pid = path.stem.rpartition(".")
+    return host, int(pid)
+
+
 def note(path: Path, event: AttemptStart | AttemptEnd) -> None:
     """Append an event to an agent's file. Raises ``OSError`` if it cannot be written."""
     run_folder(path.parent.parent, RECOVERIES)

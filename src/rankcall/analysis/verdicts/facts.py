@@ -102,6 +102,10 @@ class Relation(str, Enum):
     # A job in which nothing moves. ``number``: for how long, in s.
     WAITS_IN_FUNCTION = "waits_in_function"  # their stacks say so. others: which have not come
     ALL_WAIT_IN_FUNCTION = "all_wait_in_function"  # the stacks of all ranks say so
+    # The kernel says that their threads sleep on the store's connection. values: line.
+    # others: ranks that use no CPU and sleep in their own code; None: not all do.
+    WAITS_IN_STORE = "waits_in_store"
+    ALL_WAIT_IN_STORE = "all_wait_in_store"  # of all ranks
     NO_GROUP_YET = "no_group_yet"  # the ranks have no process group on record, and others have
     NONE_STARTED = "none_started"  # no rank has a process group
     # No call is known to be in flight, and no rank has issued one. others: those whose newest call

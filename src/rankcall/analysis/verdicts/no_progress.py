@@ -35,12 +35,17 @@ from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.verdict import Lasting
-from rankcall.run.frames import CodePlace, code_place
+from rankcall.run.frames import CodePlace, code_place, stands_still
 
 # A process gets this long to start up, however short the threshold: it imports, opens its data and
 # meets the others.
 _START_UP_S = 20.0
+_STORE = "the job's store"
 _MOST_PLACES = 4  # that a finding lists
+# A rank stands still if it has done so for this share of the threshold. It may have come to the
+# place some time after its last call.
+STILL_SHARE = 0.5
+_FRESH_S = 5.0  # what a rank's watcher wrote into its ring counts for so long after Python last ran
 
 
 def silence_of(snapshot: Snapshot, hang_after: float) -> Lasting | None:
@@ -92,8 +97,23 @@ class NoProgress(Kind):
         if silence is None or not silence.is_long or long_waits(snapshot, evidence.hang_after):
             return  # the last: the verdict ``rpc`` says more
         places = {state.rank: code_place(state.stack) for state in snapshot.ranks if state.stack}
-        waiting = [rank for rank, place in places.items() if place.is_setup]
+        in_setup = {rank for rank, place in places.items() if place.is_setup}
+        in_store = set(_in_store(snapshot, evidence.hang_after)) - in_setup
+        if in_setup:
+            in_store &= places.keys()  # their lines are named as well
+        waiting = sorted(in_setup | in_store)
         absent = _absent(snapshot, waiting)
+        # A function that makes a group waits for other ranks. A key of the store may also be set by
+        # a rank that computes first, so the others must do nothing.
+        is_certain = bool(in_setup) or (
+            bool(in_store)
+            and all(
+                _is_still(state, evidence.hang_after)
+                for state in snapshot.ranks
+                if state.rank not in in_store
+            )
+        )
+        line = next((places[rank].line for rank in waiting if rank in places), "")
         yield self.finding(
             absent,
             victims=tuple(
@@ -103,13 +123,39 @@ class NoProgress(Kind):
             ),
             hosts=hosts_of(snapshot, absent),
             since_s=silence.seconds,
-            call_site=places[waiting[0]].line if waiting else "",
-            confidence="certain" if waiting else "likely" if absent else "possible",
-            said=[_silent(snapshot, places, waiting, absent, silence.seconds)],
+            call_site=line,
+            confidence="certain" if is_certain else "likely" if absent else "possible",
+            said=[
+                _silent(snapshot, places, waiting, absent, silence.seconds)
+                if in_setup or not in_store
+                else _store_wait(snapshot, line, waiting, is_certain, silence.seconds)
+            ],
             shown=list(_stand(snapshot, places)),
             live=snapshot.live,
             advice=_advice(snapshot, waiting, absent, places),
         )
+
+
+def _in_store(snapshot: Snapshot, hang_after: float) -> Iterator[int]:
+    """Yield the ranks whose thread that trains waits for the job's store."""
+    for state in snapshot.ranks:
+        seconds = state.in_store_s or 0.0
+        if _is_fresh(state) and seconds >= STILL_SHARE * hang_after:
+            yield state.rank
+
+
+def _is_still(state: RankState, hang_after: float) -> bool:
+    """Return whether a rank does nothing: it sleeps in its own code.
+
+    It may also wait for another program or for the network, and then go on. So the stack has to
+    show that it does not, and the process must have used hardly any CPU time.
+    """
+    is_idle = _is_fresh(state) and (state.idle_s or 0.0) >= STILL_SHARE * hang_after
+    return is_idle and stands_still(state.stack)
+
+
+def _is_fresh(state: RankState) -> bool:
+    return state.state == ALIVE and state.gil_s < _FRESH_S
 
 
 def _absent(snapshot: Snapshot, waiting: Sequence[int]) -> tuple[int, ...]:
@@ -141,7 +187,9 @@ def _silent(
 ) -> Fact:
     """Return who waits where, and for whom, as far as stacks and groups show it."""
     if waiting:
-        functions = sorted({places[rank].inside for rank in waiting})
+        functions = sorted(
+            {places[rank].inside if places[rank].is_setup else _STORE for rank in waiting}
+        )
         line = places[waiting[0]].line
         everybody = not absent and len(waiting) == len(snapshot.ranks)
         return Fact(
@@ -167,6 +215,21 @@ def _silent(
     ]
     others = ranks_of(snapshot, unknown) if unknown else None
     return Fact(Relation.NONE_ISSUES, everyone, others=others, number=seconds, unit="s")
+
+
+def _store_wait(
+    snapshot: Snapshot, line: str, waiting: Sequence[int], is_certain: bool, seconds: float
+) -> Fact:
+    """Return who waits for the store, and what the others do as far as that is certain."""
+    others = [state.rank for state in snapshot.ranks if state.rank not in waiting]
+    return Fact(
+        Relation.WAITS_IN_STORE if others else Relation.ALL_WAIT_IN_STORE,
+        ranks_of(snapshot, waiting),
+        others=ranks_of(snapshot, others) if others and is_certain else None,
+        values=(("line", line),),
+        number=seconds,
+        unit="s",
+    )
 
 
 def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[Fact]:

@@ -372,6 +372,23 @@ def _waits_in_function(facts: Sequence[Fact], live: bool) -> str:
     return f"{text} for {name_ranks(fact.others)}, which {have} not come. {nothing}."
 
 
+def _waits_in_store(facts: Sequence[Fact], live: bool) -> str:
+    fact = facts[0]
+    verb = "waits" if len(who(fact).numbers) == 1 else "wait"
+    line = fact.value("line")
+    text = f"{name_of(fact)} {verb} for a key of the job's store{f' at {line}' if line else ''}"
+    longest = duration(time_of(fact))
+    if fact.relation is Relation.ALL_WAIT_IN_STORE:
+        return (
+            f"{text}: no rank is left that could write it, and nothing has happened for {longest}."
+        )
+    nothing = f"No rank has issued anything for {longest}"
+    if fact.others is None:
+        return f"{text}. {nothing}."
+    does = "does" if len(fact.others.numbers) == 1 else "do"
+    return f"{text}, and {name_ranks(fact.others)} {does} nothing. {nothing}."
+
+
 def _no_group_yet(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
     verbs = verbs_for(len(who(fact).numbers), live=True)
@@ -563,6 +580,8 @@ _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     Relation.RPC_CIRCLE: _rpc_circle,
     Relation.WAITS_IN_FUNCTION: _waits_in_function,
     Relation.ALL_WAIT_IN_FUNCTION: _waits_in_function,
+    Relation.WAITS_IN_STORE: _waits_in_store,
+    Relation.ALL_WAIT_IN_STORE: _waits_in_store,
     Relation.NO_GROUP_YET: _no_group_yet,
     Relation.NONE_STARTED: _none_started,
     Relation.NONE_ISSUES: _none_issues,
