@@ -2,7 +2,8 @@
 
 ``logs`` are the logs that torch wrote of planted faults (``tests/logs``) and the forms of NCCL's
 messages; ``collected`` are the same behind what each of 24 collectors and launchers puts before a
-line, as it is and wrapped by a terminal; ``generated`` are made-up jobs. ``torchrun`` is the rank
+line, as it is and wrapped by a terminal; ``generated`` are made-up jobs; ``reports`` are logs of
+public reports, told again (``tests/logs/cases``). ``torchrun`` is the rank
 that torchrun's report calls the root cause, for logs that have the report.
 
 ``dumps`` are those of made-up jobs of 16 ranks in Megatron's groups, in which rank 5 does something
@@ -45,6 +46,7 @@ def figures(peer_seconds: float) -> dict[str, Any]:
 def _logs(folder: Path) -> dict[str, Any]:
     from collected_logs import COLLECTORS, LOGS  # type: ignore[import-not-found]
     from generated_logs import made  # type: ignore[import-not-found]
+    from log_cases import ALL  # type: ignore[import-not-found]
 
     path = folder / "job.log"
 
@@ -72,7 +74,20 @@ def _logs(folder: Path) -> dict[str, Any]:
     for seed in range(200):
         plan = made(seed, COLLECTORS[names[seed % len(names)]])
         _count(generated, answer(plan.lines), (plan.kind, {plan.culprit}))
-    kinds = {"plain": plain, "collected": collected, "collected_and_wrapped": wrapped}
+    reports: Counter[str] = Counter()
+    for case in ALL.values():
+        (folder / case.file).write_text("\n".join(case.lines) + "\n")
+        finding = diagnose_logs([folder / case.file]).findings[0]
+        found = finding.kind, set(finding.ranks)
+        kind = finding.kind if finding.kind in case.kinds else case.kinds[0]
+        ranks = finding.ranks if finding.ranks in case.ranks else case.ranks[0]
+        _count(reports, found, (kind, set(ranks)))
+    kinds = {
+        "plain": plain,
+        "reports": reports,
+        "collected": collected,
+        "collected_and_wrapped": wrapped,
+    }
     kinds |= {"generated": generated, "torchrun": torchrun}
     return {name: dict(counts) for name, counts in kinds.items()}
 
