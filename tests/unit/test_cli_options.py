@@ -177,6 +177,7 @@ def test_the_forms_of_a_report(
 ) -> None:
     """-o writes a file; its ending, or --to, says in which form."""
     monkeypatch.chdir(run.parent)
+    monkeypatch.setenv("COLUMNS", "100")  # as wide as a file: without it, a pipe has no width
     for options in (["-o", "a.html"], ["--to", "html"], ["--to", "html", "-o", "b.page"]):
         assert main(["report", str(run), *options]) == 0
     for name in ("a.html", "report.html", "b.page"):
