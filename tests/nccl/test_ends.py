@@ -105,7 +105,11 @@ say("hangs"); wait_told("end"); os._exit(0)
 
 
 def test_a_message_s_number_is_not_a_collective_s(jobs: RecordedJobs, capture: str) -> None:
-    """A message that ends does not end the collective of the same number, which hangs."""
+    """A message that ends does not end the collective of the same number, which hangs.
+
+    The back end of torch 2.15 runs a group's messages behind its collectives, so they hang as well.
+    """
+    pass_it = torch_version() < (2, 15)
     job = jobs.start(
         2,
         PROGRAM
@@ -113,17 +117,23 @@ def test_a_message_s_number_is_not_a_collective_s(jobs: RecordedJobs, capture: s
 dist.all_reduce(x); message(); torch.cuda.synchronize()
 if rank == 0: dist.all_reduce(x, async_op=True)
 work = (dist.isend if rank == 0 else dist.irecv)(y, 1 - rank)
-say("hangs"); wait_told("end"); os._exit(0)
+say("hangs"); wait_told("end"); say("over", work.is_completed()); os._exit(0)
 """,
         RANKCALL_CAPTURE=capture,
     )
-    job.job.wait_for("hangs", 0)
-    job.wait_for(lambda rows: rows.filter(status="completed").height >= 6)
-    rows = job.after_a_look()
-    stuck = rows.filter(rows["status"] != "completed")
-    assert stuck.select("rank", "op", "seq", "abandoned").rows() == [(0, "all_reduce", 2, False)]
+    for rank in (0, 1):
+        job.job.wait_for("hangs", rank)
+    job.wait_for(lambda rows: rows.filter(status="completed").height >= (6 if pass_it else 4))
+    for _ in range(3):  # nor has it an end after further looks at the back end
+        rows = job.after_a_look()
+        stuck = rows.filter(rows["status"] != "completed")
+        assert stuck.select("rank", "op", "abandoned").rows() == [
+            (0, "all_reduce", False),
+            *([] if pass_it else [(0, "send", False), (1, "recv", False)]),
+        ]
     job.tell("end")
-    job.job.succeed()
+    for rank in job.job.succeed():
+        assert f"over {pass_it}" in rank.output
 
 
 @pytest.mark.skipif(torch_version() >= (2, 15), reason="each op has a Work, which tells its end")

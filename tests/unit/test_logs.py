@@ -99,6 +99,26 @@ def test_time_outs_alone_name_no_rank(tmp_path: Path, wording: Wording) -> None:
     assert "rankcall run" in diagnosis.findings[0].advice
 
 
+def test_time_outs_of_the_back_end_of_torch_2_15(tmp_path: Path) -> None:
+    """ProcessGroupNCCL2 names no collective: the ranks that timed out are victims, and no more."""
+    prefix = "[rank{0}]:[E1126 11:13:11.6{0}3319700 {1}] [TC][rank={0}][name=0] "
+    lines = [  # as it wrote on simulated devices
+        prefix.format(rank, source) + text.format(rank)
+        for rank in (0, 1, 3)
+        for source, text in (
+            ("WorkNCCL.cpp:372", "Operation timed out after 8000 ms"),
+            (
+                "ProcessGroupNCCL.cpp:638",
+                "Aborting process on rank {} due to timeout - timeout watchdog detected operation "
+                "timeout",
+            ),
+        )
+    ]
+    diagnosis = verdict(tmp_path, lines)
+    assert cause(diagnosis) == ("undecided", ())
+    assert diagnosis.findings[0].victims == (0, 1, 3)
+
+
 @pytest.mark.parametrize("wording", WORDINGS, ids=lambda wording: wording.seen_in)
 def test_other_ops_and_sizes_at_one_number(tmp_path: Path, wording: Wording) -> None:
     """If all ranks report their call, the one that differs from the others is named."""

@@ -5,7 +5,8 @@ ways what it has found:
 
 * Each Work has a future of its result (``Work.getFutureResult``). An op with such a future is
   *watched*: the future ends its record. ProcessGroupNCCL never completes the future of a collective
-  in a coalescing block, so the status may end a watched collective, too.
+  in a coalescing block, so the status may end a watched collective, too. ProcessGroupNCCL2 queries
+  the op's event when it is asked for the future, which is at issue.
 * torch's Flight Recorder has, for each group, the number of the last op that was enqueued and of
   the last that was found complete (``pg_status``). The rest of a dump is never read, because torch
   queries events to make it. ProcessGroupNCCL has this status. That of ProcessGroupNCCL2 (torch

@@ -118,7 +118,8 @@ class Missing(CulpritKind):
         if first.blind and snapshot.dumped:
             return (
                 "Find out how it ended (the end of its stderr, dmesg -T): a process that is killed "
-                "writes no dump. If it wrote one, put that beside the others."
+                "writes no dump. On NCCL in torch 2.15, nor does a rank whose own calls have not "
+                "timed out. If it wrote one, put that beside the others."
             )
         if first.blind:
             return "Bring the records of all nodes together (rankcall collect), then ask again."

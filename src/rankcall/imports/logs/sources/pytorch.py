@@ -43,6 +43,10 @@ _TRACEBACK, _REPORT, _STACK = 300, 40, 60  # lines of messages that have several
 _WORK = re.compile(
     r"Watchdog caught collective operation timeout: Work\w+\((.{0,2000}?)\) ran for (\d{1,15}) mill"
 )
+# ProcessGroupNCCL2, which is "nccl" in torch 2.15. It does not say which collective that was.
+_NCCL2_WORK = re.compile(
+    r"\[TC\]\[rank=(\d{1,7})\]\[name=[^\]]{0,200}\] Operation timed out after (\d{1,15}) ms"
+)
 _FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut)=(\w{1,40})")
 _IN_GROUP = re.compile(r"\[Rank (\d{1,7})\] $")
 _GROUP = re.compile(
@@ -74,6 +78,11 @@ def _timeout(line: Line, match: re.Match[str]) -> Fact:
         int(match[2]) / 1e3,
         int(rank[1]) if rank and int(rank[1]) < MAX_RANKS else -1,
     )
+
+
+def _nccl2_timeout(line: Line, match: re.Match[str]) -> Fact:
+    rank = int(match[1])
+    return Timeout(line, 0, "", (), int(match[2]) / 1e3, rank if rank < MAX_RANKS else -1)
 
 
 def _progress(line: Line, match: re.Match[str]) -> Fact | None:
@@ -260,6 +269,15 @@ SOURCES: tuple[Source, ...] = (
                 "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600036 milliseconds before "
                 "timing out.",
                 "torch 1.10 to 2.14; without `SeqNum` and sizes before 2.1",
+            ),
+            Message(
+                "the same, from the back end that is NCCL's since torch 2.15",
+                ("Operation timed out after",),
+                _NCCL2_WORK,
+                _nccl2_timeout,
+                "[rank0]:[E1126 11:13:11.663319700 WorkNCCL.cpp:372] [TC][rank=0][name=0] "
+                "Operation timed out after 8000 ms",
+                "torch 2.15; it does not say which collective",
             ),
             Message(
                 "how far a rank had come in a group",
