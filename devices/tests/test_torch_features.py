@@ -87,3 +87,19 @@ out = compiled(x); out.sum().backward(); print(torch.allclose(out, layer(x)), la
 """,
     )
     assert output.strip() == "True torch.Size([4, 4])"
+
+
+def test_a_process_that_counted_devices_can_fork_ranks(tmp_path: Path) -> None:
+    """torch counts devices through NVML, which does not use CUDA: a fork may be the first to do so."""
+    output = run(
+        tmp_path,
+        """
+import os, torch
+print(torch.cuda.device_count(), flush=True)
+pid = os.fork()
+if pid == 0:
+    print(torch.ones(2, device="cuda").sum().item(), flush=True); os._exit(0)
+print(os.waitpid(pid, 0)[1])
+""",
+    )
+    assert output.splitlines() == ["2", "2.0", "0"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SUITE = Path(__file__).parents[1] / "upstream" / "gloo_suite.py"
+SUITE = Path(__file__).parents[1] / "upstream" / "c10d_suite.py"
 OFF, ON = "", "native"
 Outcomes = dict[str, str]
 

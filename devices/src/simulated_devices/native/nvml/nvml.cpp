@@ -63,6 +63,7 @@ struct EventSet {
   if (lost(handle)) return LOST
 
 CUDA_API int nvmlInit_v2() { return SUCCESS; }
+CUDA_API int nvmlInit() { return SUCCESS; }  // torch counts devices with it, before it touches CUDA
 CUDA_API int nvmlInitWithFlags(unsigned) { return SUCCESS; }
 CUDA_API int nvmlShutdown() { return SUCCESS; }
 CUDA_API const char* nvmlErrorString(int error) {
