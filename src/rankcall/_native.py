@@ -241,7 +241,7 @@ class NativeModule:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         except ImportError as error:
-            raise self.error(f"{path} cannot be loaded: {error}") from error
+            raise self.error(f"{path} cannot be loaded: {error}{_noexec(library)}") from error
         return module
 
     def compile_flags(self, scratch: str, target: Target | None = None) -> list[str]:
@@ -324,6 +324,17 @@ def _is_built(target: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _noexec(library: Path) -> str:
+    """Return what to do if the file system runs no code; the linker's message does not say so."""
+    with contextlib.suppress(OSError):
+        if os.statvfs(library).f_flag & os.ST_NOEXEC:
+            return (
+                ": its file system is mounted noexec, so no code there can run; "
+                "set RANKCALL_CACHE to a folder on another one"
+            )
+    return ""
 
 
 def _place(built: Path, target: Path) -> None:

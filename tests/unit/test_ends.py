@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,28 @@ def test_a_crash_before_the_others_lost_their_connections(tmp_path: Path) -> Non
         tmp_path, THREE_ENDED, seconds=9, states=GONE, failures=failures, exits=exits
     )
     assert causes(diagnosis) == [("dead", (2,))]
+
+
+def test_a_rank_that_vanished_moments_before_the_others_lost_their_connections(
+    tmp_path: Path,
+) -> None:
+    """No launcher has noted its end, and it ended less than a heartbeat before them."""
+    ended = 8990 * MS
+    failed = [
+        replace(call, end=ended, status="failed")
+        for call in unfinished(WORLD, 4, (0, 1, 3), ended - 5 * MS)
+    ]
+    diagnosis = diagnose_calls(
+        tmp_path,
+        [*THREE_ENDED, *failed],
+        seconds=9,
+        states=GONE,
+        beats={2: 8.99},
+        failures=dict.fromkeys((0, 1, 3), "RuntimeError: Connection closed by peer"),
+        closed={0, 1, 3},
+    )
+    assert causes(diagnosis) == [("dead", (2,))]
+    assert diagnosis.findings[0].victims == (0, 1, 3)
 
 
 def test_an_error_that_nobody_ended_before(tmp_path: Path) -> None:

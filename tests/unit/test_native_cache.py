@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,3 +143,38 @@ def test_the_key_tells_builds_of_torch_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert RECORDER.path() == before
     monkeypatch.setattr(torch.version, "git_version", "another")
     assert RECORDER.path() != before
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+from rankcall._native import NativeModule
+from rankcall.errors import CaptureUnavailableError
+try:
+    NativeModule("x", Path(sys.argv[1]), "x.cpp", CaptureUnavailableError, uses_torch=False).load()
+except CaptureUnavailableError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("options", ["exec", "noexec"])
+def test_a_cache_whose_file_system_runs_no_code(
+    module: NativeModule, tmp_path: Path, options: str
+) -> None:
+    """The message says that the mount forbids it, and what to set."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("mount namespaces need root and unshare")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    mounting = f'mount -t tmpfs -o mode=700,{options} tmpfs "$1" && shift && exec "$@"'
+    inside = ["unshare", "--mount", "sh", "-c", mounting, "sh", str(cache)]
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", _LOAD, str(module.sources)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert f"{cache}/x-" in done.stdout
+    assert ("noexec" in done.stdout) == (options == "noexec")
+    assert ("set RANKCALL_CACHE" in done.stdout) == (options == "noexec")

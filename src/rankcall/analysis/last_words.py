@@ -127,7 +127,7 @@ def failed_first(states: Sequence[RankState]) -> list[RankState]:
     failed = [
         state
         for state in states
-        if (state.failure or state.exit not in (None, 0))
+        if (state.failure or state.vanished or state.exit not in (None, 0))
         and not (state.ended_by_launcher or state.aborted)
     ]
     return sorted(failed, key=lambda state: -(state.gone_s or 0.0))[:_MOST_QUOTED]

@@ -118,6 +118,12 @@ class RankState:
         """Seconds in which no Python thread has run; for a process that is gone, before its end."""
         return self.gil_s - (self.gone_s or 0.0)
 
+    @property
+    def vanished(self) -> bool:
+        """Whether its process is gone, without a note of how, and was not on its way to its end."""
+        on_its_way = self.closed or self.leaving or self.aborted
+        return self.state == GONE and self.exit is None and not on_its_way
+
     def may_be_silent(self, hang_after: float) -> bool:
         """Tell whether it is in a declared phase, or left one less than ``hang_after`` s ago.
 

@@ -118,6 +118,9 @@ def _recorder() -> Iterator[Check]:
     try:
         was_built = RECORDER.path().exists()
         chosen = RECORDER.choose()
+        import torch  # noqa: F401  # whose libraries it needs
+
+        RECORDER.load_from(chosen.path)
     except CaptureUnavailableError as error:
         yield Check("recorder", WEAK, f"recording in Python, which is slower: {error}")
         return
@@ -271,10 +274,11 @@ def _judged(done: subprocess.CompletedProcess[str], run_dir: Path) -> Check:
         run = load(run_dir)
         (ring,) = run.rings
         (op,) = run.frame(ring)["op"]
-        site = next(iter(ring.tables.sites.values()), None)
+        site, capture = next(iter(ring.tables.sites.values()), None), ring.header.capture
     except (CorruptRunError, RankcallError, OSError, ValueError) as error:
         return Check("trial", BAD, f"a job of one rank left no records ({error}): {last}")
     if site is None or site.line != 5:
         text = f"{op} was recorded, but not the line that issued it: Python "
         return Check("trial", WEAK, f"{text}{sys.version.split()[0]} is not known")
-    return Check("trial", OK, f"{op} of a job of one rank was recorded, with its line")
+    how = "by the native recorder" if capture == "native" else "in Python"
+    return Check("trial", OK, f"{op} of a job of one rank was recorded {how}, with its line")

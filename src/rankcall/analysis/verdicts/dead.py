@@ -50,6 +50,8 @@ class Dead(CulpritKind):
         if has_failed(suspect.state):
             return "certain"
         if suspect.rank not in suspects.exits.own:
+            if suspect.rank in suspects.exits.before and suspect.state.vanished:
+                return "likely"
             # As its records are missing, this becomes "likely".
             return "certain" if _closed_its_connections(suspects.snapshot, suspect) else None
         return "certain" if suspect.state.exit is not None or suspects.snapshot.live else "likely"
