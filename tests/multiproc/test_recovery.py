@@ -321,31 +321,41 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
-def test_a_bad_node_leaves(tmp_path: Path) -> None:
-    """Its rank is killed twice. It leaves with 69, is refused, and the other node finishes."""
-    (tmp_path / "job.py").write_text(SPARE)
-    port = free_port()
-    where = f"--rdzv-endpoint=localhost:{port}"
+class Cluster:
+    """Launchers of one job with two nodes at most, each as a node of its own on this machine."""
 
-    def node(number: int) -> Launch:
-        recovers = ("--capture", "python", "--on-hang", "recover", "--run-dir", tmp_path / "run")
-        rendezvous = ("--rdzv-backend=c10d", where, "--rdzv-id=one")
-        conf = "--rdzv-conf=last_call_timeout=2"
+    def __init__(self, folder: Path, script: str, *options: str) -> None:
+        self._folder, self._options, self._port = folder, options, free_port()
+        (folder / "job.py").write_text(script)
+
+    def start(self, number: int) -> Launch:
+        """Start a node."""
+        recovers = ("--capture", "python", "--on-hang", "recover", *self._options)
+        where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._port}", "--rdzv-id=one")
         return Launch(
-            *("run", *recovers, *rendezvous, conf, "--nnodes=1:2", "--nproc-per-node=1"),
-            *("--local-addr=localhost", tmp_path / "job.py"),
-            cwd=tmp_path,
+            *("run", *recovers, "--run-dir", self._folder / "run", *where, "--nnodes=1:2"),
+            *("--rdzv-conf=last_call_timeout=2", "--nproc-per-node=1", "--local-addr=localhost"),
+            self._folder / "job.py",
+            cwd=self._folder,
             env={"RANKCALL_HOST": f"node-{number}"},
         )
 
-    good = node(0)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:  # so that it hosts the store
-        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
-            break
-        time.sleep(0.05)
-    bad = node(1).finish()
+    def start_host(self) -> Launch:
+        """Start node 0, and wait until it hosts the store."""
+        node, deadline = self.start(0), time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("localhost", self._port)):
+                break
+            time.sleep(0.05)
+        return node
+
+
+@pytest.mark.slow
+def test_a_bad_node_leaves(tmp_path: Path) -> None:
+    """Its rank is killed twice. It leaves with 69, is refused, and the other node finishes."""
+    cluster = Cluster(tmp_path, SPARE)
+    good = cluster.start_host()
+    bad = cluster.start(1).finish()
     assert bad.status == 69, bad.err
     assert "node-1 leaves the job, and is barred until" in bad.err
     ended = good.finish()
@@ -353,3 +363,47 @@ def test_a_bad_node_leaves(tmp_path: Path) -> None:
     assert "done 1" in ended.out
     (bar,) = read_bars(tmp_path / "run")
     assert (bar.node, bar.barred) == ("node-1", True)
+
+
+REPLACED = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+hosts = [None] * dist.get_world_size()
+dist.all_gather_object(hosts, os.environ["RANKCALL_HOST"])
+if "node-1" in hosts and len(hosts) == 2:
+    open("both", "w").close()
+    while not os.path.exists("strike"):
+        dist.all_reduce(torch.ones(2))
+        time.sleep(0.05)
+    if os.environ["RANKCALL_HOST"] == "node-1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(2))
+while len(hosts) < 2 or not os.path.exists("refused"):
+    time.sleep(0.05)  # torchrun ends this attempt when a node comes
+os.write(1, f"done {sorted(hosts)}\\n".encode())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_bad_node(tmp_path: Path) -> None:
+    """A third node comes; the bad one leaves, and is refused when it comes back."""
+    cluster = Cluster(tmp_path, REPLACED, "--bar-after", "1", "--hang-after", "1000")
+    good = cluster.start_host()
+    bad = cluster.start(1)
+    good.wait_for(tmp_path / "both")
+    spare = cluster.start(2)
+    (tmp_path / "strike").touch()
+    left = bad.finish()
+    assert left.status == 69, left.err
+    again = cluster.start(1).finish()
+    assert again.status == 69, again.err
+    assert "node-1 leaves the job, and is barred until" in again.err
+    (tmp_path / "refused").touch()
+    for ended in (good.finish(), spare.finish()):
+        assert ended.status == 0, ended.err
+        assert "done ['node-0', 'node-2']" in ended.out

@@ -187,7 +187,8 @@ def _dump(folder: Path) -> Target:
 
 
 def _log(folder: Path) -> Target:
-    logs = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "logs").glob("*"))]
+    places = (Path(__file__).parents[1] / "logs").rglob("*.log")
+    logs = [path.read_bytes() for path in sorted(places)]
     assert logs
 
     def read(data: bytes) -> None:

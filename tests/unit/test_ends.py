@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.cli import exits as launcher_exits
 from rankcall.cli.exits import ExitWatch
+from rankcall.folders import run_folder
 from rankcall.report.diagnosis_text import diagnosis_text
-from rankcall.run.exits import Exit, note_exit
+from rankcall.run.exits import EXITS, Exit, note_exit, read_exits
 from rankcall.run.load import load
 from rankcall.run.paths import ring_name
 
@@ -245,3 +247,25 @@ def test_one_rank_is_interrupted_in_a_sound_job(tmp_path: Path) -> None:
         exits={2: (-2, 70.0)},
     )
     assert causes(diagnosis) == [("dead", (2,))]
+
+
+@pytest.mark.parametrize("began_s", [3.6, 4.2])
+def test_a_rank_that_was_ended_while_it_closed_down(tmp_path: Path, began_s: float) -> None:
+    """Its own error counts if it came before the failure for which the launcher ended the others.
+
+    A rank that the launcher asks to end may end with an error as well.
+    """
+    folder = run_folder(tmp_path, EXITS)
+    noted = {
+        "node-a.1": [(0, 1000, 1, 4.0, False), (1, 1001, -15, 4.3, True)],  # by the launcher
+        "node-a.1001": [(1, 1001, 1, began_s, False)],  # by the process, when it began to end
+    }
+    for name, ends in noted.items():
+        lines = [
+            json.dumps(asdict(Exit(rank, 0, "node-a", pid, code, int(at * SECOND), by_launcher)))
+            for rank, pid, code, at, by_launcher in ends
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join([*lines, ""]))
+    (one,) = [ended for ended in read_exits(tmp_path) if ended.rank == 1]
+    assert (one.code, one.by_launcher) == (1, began_s > 4.0)
+    assert one.epoch_ns == int(began_s * SECOND)

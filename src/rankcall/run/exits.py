@@ -72,8 +72,11 @@ def read_exits(run_dir: Path) -> list[Exit]:
 
     If a process was noted twice, a known code replaces an unknown one. A note that it was ended on
     purpose stays: the process that ends it notes that, and the launcher then notes a mere signal.
+    But a process may have begun to end with an error, and was ended only while it closed down.
     """
     exits: dict[tuple[int, int, str, int], Exit] = {}
+    own: dict[tuple[int, int, str, int], Exit] = {}
+    first_failure_ns: dict[tuple[int, str], int] = {}  # by attempt and host: noted by the launcher
     for path in files_in(run_dir / EXITS, ".jsonl"):
         for ended in _exits_in(path):
             key = ended.rank, ended.attempt, ended.host, ended.pid
@@ -83,6 +86,16 @@ def read_exits(run_dir: Path) -> list[Exit]:
                 exits[key] = replace(ended, by_launcher=on_purpose)
             elif ended.by_launcher:
                 exits[key] = replace(known, by_launcher=True)
+            if path.name.endswith(f".{ended.pid}.jsonl") and ended.rank != LAUNCHER:
+                own[key] = ended
+            elif ended.code != 0 and not ended.by_launcher:
+                place = ended.attempt, ended.host
+                noted_ns = first_failure_ns.get(place, ended.epoch_ns)
+                first_failure_ns[place] = min(noted_ns, ended.epoch_ns)
+    for key, ended in own.items():
+        # Then the launcher ended it because of another rank, which failed later.
+        if ended.code and ended.epoch_ns < first_failure_ns.get((ended.attempt, ended.host), 0):
+            exits[key] = ended
     return list(exits.values())
 
 
