@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import scenario_programs
 from planted_facts import PlantedFacts, Row, call_of, others, subject
@@ -169,21 +170,30 @@ class ScenarioFacts(PlantedFacts):
         yield from self._last(fact, "completed")
 
     def _last_is_in(self, fact: Fact, finding: Finding) -> Iterator[str]:
-        # The call fails once others end; a process that is killed leaves it open.
+        # The call fails once others end; a process that is killed leaves it open. Of several that
+        # DDP has in flight, it is the oldest.
         yield from self._last(fact, "scheduled", "started", "failed")
 
     def _last_failed(self, fact: Fact, finding: Finding) -> Iterator[str]:
         yield from self._last(fact, "failed")
 
     def _last(self, fact: Fact, *statuses: str) -> Iterator[str]:
-        """A rank's newest record is of that call, and has one of these states."""
+        """The record that a rank stands with is of that call, and has one of these states.
+
+        It is the newest, or the oldest of those in flight.
+        """
         if not self._rows:
             return
-        newest, call = self._newest(min(subject(fact))), call_of(fact)
-        if (newest["op"], newest["seq"], newest["group"]) != (call.op, call.seq, call.group):
-            yield f"its last call is {newest['op']} #{newest['seq']} of {newest['group']}"
-        if newest["status"] not in statuses:
-            yield f"that call is {newest['status']}"
+        rank, call = min(subject(fact)), call_of(fact)
+        last = self._newest(rank)
+        if "started" in statuses:
+            mine = [row for row in self._rows if row["rank"] == rank]
+            in_flight = takewhile(lambda row: row["status"] != "completed", reversed(mine))
+            last = [last, *in_flight][-1]
+        if (last["op"], last["seq"], last["group"]) != (call.op, call.seq, call.group):
+            yield f"its last call is {last['op']} #{last['seq']} of {last['group']}"
+        if last["status"] not in statuses:
+            yield f"that call is {last['status']}"
 
     def _issued_nothing(self, fact: Fact, finding: Finding) -> Iterator[str]:
         if any(row["rank"] in subject(fact) for row in self._rows):
