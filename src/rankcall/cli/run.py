@@ -51,6 +51,7 @@ from rankcall.run.settle import settle
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
 T = TypeVar("T")
+
 # rankcall's options come first. torchrun gets all unknown options, and everything after the first
 # word that is not an option.
 # torchrun's own limit, if the user gives none. The policy of recoveries ends the job long before.

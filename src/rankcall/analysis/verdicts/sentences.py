@@ -357,12 +357,15 @@ def _rpc_circle(facts: Sequence[Fact], live: bool) -> str:
     return f"RPCs of {name_ranks(who(circle))} {wait} for each other: {parts}."
 
 
-def _waits_in_function(facts: Sequence[Fact], live: bool) -> str:
-    fact = facts[0]
+def _who_waits(fact: Fact, where: str) -> str:
     verb = "waits" if len(who(fact).numbers) == 1 else "wait"
     line = fact.value("line")
-    text = f"{name_of(fact)} {verb} in {fact.value('functions')}{f' at {line}' if line else ''}"
-    longest = duration(time_of(fact))
+    return f"{name_of(fact)} {verb} {where}{f' at {line}' if line else ''}"
+
+
+def _waits_in_function(facts: Sequence[Fact], live: bool) -> str:
+    fact = facts[0]
+    text, longest = _who_waits(fact, f"in {fact.value('functions')}"), duration(time_of(fact))
     if fact.relation is Relation.ALL_WAIT_IN_FUNCTION:
         return f"{text}: all ranks are there, and nothing has happened for {longest}."
     nothing = f"No rank has issued anything for {longest}"
@@ -374,10 +377,7 @@ def _waits_in_function(facts: Sequence[Fact], live: bool) -> str:
 
 def _waits_in_store(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
-    verb = "waits" if len(who(fact).numbers) == 1 else "wait"
-    line = fact.value("line")
-    text = f"{name_of(fact)} {verb} for a key of the job's store{f' at {line}' if line else ''}"
-    longest = duration(time_of(fact))
+    text, longest = _who_waits(fact, "for a key of the job's store"), duration(time_of(fact))
     if fact.relation is Relation.ALL_WAIT_IN_STORE:
         return (
             f"{text}: no rank is left that could write it, and nothing has happened for {longest}."
