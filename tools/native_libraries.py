@@ -50,6 +50,9 @@ class Python:
     @classmethod
     def of(cls, program: Path) -> Python:
         """Ask a Python for its names. Raises ``ValueError`` if it has no headers."""
+        # Absolute, since it is also started from other folders. A link is not followed: below it,
+        # a virtual environment's Python would not find its packages.
+        program = program.absolute()
         asked = subprocess.run(
             [program, "-I", "-c", _ASK_PYTHON],
             capture_output=True,
