@@ -215,10 +215,10 @@ MUTANTS = {
         "3 ranks, barriers, one polls, in time",
     ),
     "is counted before it is in the log": (
-        "            yield from hand_in(keys, log, rank, asking_line)\n"
+        "            yield hand_in(keys, log, rank, asking_line)\n"
         "            has_passed = yield from _count_and_wait(keys, kind, number)\n",
         "            has_passed = yield from _count_and_wait(keys, kind, number)\n"
-        "            yield from hand_in(keys, log, rank, asking_line)\n",
+        "            yield hand_in(keys, log, rank, asking_line)\n",
         "3 ranks, a barrier, no counting",
     ),
     "hands in after it has arrived": (

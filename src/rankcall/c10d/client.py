@@ -93,6 +93,7 @@ def perform(
     *,
     over: Over = Over.KEPT,
     call: Call | None = None,
+    state: StoreState | None = None,
 ) -> T:
     """Run a protocol on a store; return what it returns, or raise what it raises.
 
@@ -104,6 +105,7 @@ def perform(
         over: The connection to use.
         call: The call, for a caller that names it in errors, abandons it from another thread, or
             has resources that a helper may still use when this function has raised.
+        state: What this process knows of the store, for a caller that has looked it up before.
 
     Raises:
         StoreLostError: The store has failed, has not answered in time, or the call was abandoned.
@@ -111,7 +113,8 @@ def perform(
     call = call or Call()
     if over is Over.NEW:
         return _perform_here(store, timeout_s, steps, call)
-    state = state_of(store)
+    if state is None:
+        state = state_of(store)
     deadline = clock.monotonic() + timeout_s
     if not state.answers_slowly:  # memory of this process: every request is answered at once
         connection = Connection(store)

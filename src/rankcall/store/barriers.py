@@ -63,16 +63,16 @@ def barrier(
     """
     local = local_store(store)
     check_prefix(key_prefix)
-    check_world(world_size)
     timeout_s = seconds(barrier_timeout, "barrier_timeout")
     trace_s = seconds(trace_timeout, "trace_timeout", zero=True)
-    keys = local.keys(key_prefix, attempt, world_size)
     if rank is None:
+        check_world(world_size)
         if rank_tracing_decoder is not None:
             raise ValueError("rank_tracing_decoder names ranks: give rank as well")
-        _barrier_without_ranks(store, keys, timeout_s, what)
+        _barrier_without_ranks(store, local.keys(key_prefix, attempt, world_size), timeout_s, what)
         return
     check_rank(rank, world_size)
+    keys = local.keys(key_prefix, attempt, world_size)
     request = RankCall(
         "barrier",
         keys,
@@ -95,7 +95,7 @@ def _barrier_without_ranks(store: Store, keys: Keys, timeout_s: float, what: str
 
     def steps() -> Steps[None]:
         drawn.append((yield from tickets.draw(keys, mine)))
-        yield from tickets.meet(keys, drawn[0], local.is_hosted_here)
+        yield from tickets.meet(keys, drawn[0], local.is_hosted_here(store))
 
     name = errors.name_of("barrier", keys.prefix, what)
     call = Call(name)

@@ -142,11 +142,14 @@ def perform(
     left_s = request.timeout_s
     while True:
         member = local.member(keys, request.rank)
+        if member is None:
+            member = local.new_member(store, keys, request.rank)
+            left_s = max(0.001, deadline - clock.monotonic())
         if not member.lock.acquire(False):
             _wait_for_earlier_call(member, request, store, deadline)
         member.call = request
         try:
-            result = client.perform(store, left_s, steps(member), call=request)
+            result = client.perform(store, left_s, steps(member), call=request, state=local.state)
             if advances is not None:
                 member.progress[advances].advance()
             return result

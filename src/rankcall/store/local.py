@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from rankcall.c10d.calls import Call, on_fork
 from rankcall.c10d.location import is_hosted_here
-from rankcall.c10d.own_connections import state_of
+from rankcall.c10d.own_connections import StoreState, state_of
 from rankcall.process import host_name
 from rankcall.store.keys import Keys, attempt_of_this_process, keys_of
 from rankcall.store.protocol import Claim, Member
@@ -50,30 +50,42 @@ on_fork(_members_here.clear)
 class LocalStore:
     """The memory of one store object. It lives as long as that does."""
 
-    appends: bool  # whether the store can append to a key
-    counts: bool  # whether the store takes ``Arrive``
-    is_hosted_here: bool  # so the store ends with this process
+    state: StoreState  # with the connections that all protocols share
     attempt: int  # of the job, when this process first agreed over the store
     members: dict[tuple[str, int, int, int], LocalMember] = field(default_factory=dict)
     tickets: dict[tuple[str, int, int], Tickets] = field(default_factory=dict)
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # of roll calls
+    _is_hosted_here: bool | None = None
 
     def keys(self, prefix: str, attempt: int | None, world_size: int) -> Keys:
         """Return the keys of a world under a prefix."""
         which = self.attempt if attempt is None else attempt
-        return keys_of(prefix, which, world_size, self.appends, self.counts)
+        return keys_of(prefix, which, world_size, self.state.appends, self.state.counts)
 
-    def member(self, keys: Keys, rank: int) -> LocalMember:
-        """Return this process as a rank of a world, on this store object."""
+    def is_hosted_here(self, store: Store) -> bool:
+        """Return whether the store ends with this process.
+
+        The first call looks at all sockets of the process, so it is not made before a deadline is.
+        """
+        if self._is_hosted_here is None:
+            self._is_hosted_here = is_hosted_here(store)
+        return self._is_hosted_here
+
+    def member(self, keys: Keys, rank: int) -> LocalMember | None:
+        """Return this process as a rank of a world; None if it has to become a member first."""
+        member = self.members.get((keys.prefix, keys.attempt, keys.world_size, rank))
+        return None if member is None or member.is_retired else member
+
+    def new_member(self, store: Store, keys: Keys, rank: int) -> LocalMember:
+        """Make this process a rank of a world, on this store object."""
+        claim = _new_claim(rank, keys.world_size)
+        new = LocalMember(claim, _members_here, _retired, self.is_hosted_here(store))
         place = *place_of(keys), rank
-        member = self.members.get(place)
-        if member is None or member.is_retired:
-            claim = _new_claim(rank, keys.world_size)
-            new = LocalMember(claim, _members_here, _retired, self.is_hosted_here)
-            if member is not None:
-                self.members.pop(place, None)
-            member = self.members.setdefault(place, new)  # another thread may have been faster
-            _members_here[member.claim.nonce] = member
+        earlier = self.members.get(place)
+        if earlier is not None and earlier.is_retired:
+            self.members.pop(place, None)
+        member = self.members.setdefault(place, new)  # another thread may have been faster
+        _members_here[member.claim.nonce] = member
         return member
 
     def adopt(self, member: LocalMember, keys: Keys, rank: int) -> None:
@@ -116,7 +128,6 @@ def local_store(store: Store) -> LocalStore:
     local = _known.get(store) if isinstance(store, Store) else None
     if local is None:
         state = state_of(store)  # raises
-        hosted = is_hosted_here(store)
-        local = LocalStore(state.appends, state.counts, hosted, attempt_of_this_process())
+        local = LocalStore(state, attempt_of_this_process())
         local = _known.setdefault(store, local)  # another thread may have been faster
     return local

@@ -230,13 +230,15 @@ def meet(keys: Keys, member: Member, name_missing: bool = True) -> Steps[None]:
         if not name_missing:
             raise NotAllArrived((), named=False)
         yield from _late(keys, BARRIER, progress.generation)
-    log = keys.log(BARRIER, progress.generation)
-    with suppress(StoreGoneError):  # all have arrived: the rest is for others, and for tidiness
+    try:
         if progress.asks:
+            log = keys.log(BARRIER, progress.generation)
             yield Append(log, ends_to_ask(member.claim.rank))
         if member.hosts_store and keys.world_size > 1:
-            yield from _see_others_off(log)
+            yield from _see_others_off(keys.log(BARRIER, progress.generation))
         yield from _remove_old_keys(keys, member, BARRIER, progress.generation)
+    except StoreGoneError:
+        return  # all have arrived: the rest was for others, and for tidiness
 
 
 def _see_others_off(log: str) -> Steps[None]:
@@ -257,9 +259,11 @@ def exchange(keys: Keys, member: Member, data: bytes, host_rank: int) -> Steps[l
         yield from _late(keys, EXCHANGE, progress.generation)
     data_key = keys.data(progress.generation)
     blob = (yield Read(data_key)) if keys.appends else (yield from read_parts(keys, data_key))
-    with suppress(StoreGoneError):  # this rank has all it needs
+    try:
         yield from sign_off(keys, EXCHANGE, progress, member, host_rank)
         yield from _remove_old_keys(keys, member, EXCHANGE, progress.generation)
+    except StoreGoneError:
+        pass  # this rank has all it needs
     return unframe(blob, keys.world_size)
 
 
@@ -297,8 +301,8 @@ def _arrive_and_wait(keys: Keys, member: Member, progress: Progress, kind: str) 
         else:
             progress.has_begun = True
             if progress.frame is not None:
-                yield from hand_in(keys, keys.data(number), rank, progress.frame)
-            yield from hand_in(keys, log, rank, asking_line)
+                yield hand_in(keys, keys.data(number), rank, progress.frame)
+            yield hand_in(keys, log, rank, asking_line)
             has_passed = yield from _count_and_wait(keys, kind, number)
             if has_passed is not None:
                 return bool(has_passed)
@@ -317,8 +321,8 @@ def _arrive_again(keys: Keys, progress: Progress, log: str, rank: int, line: byt
         has_arrived = yield Check(keys.parts(log, [rank]))
     if not has_arrived:
         if progress.frame is not None:
-            yield from hand_in(keys, keys.data(progress.generation), rank, progress.frame)
-        yield from hand_in(keys, log, rank, line)
+            yield hand_in(keys, keys.data(progress.generation), rank, progress.frame)
+        yield hand_in(keys, log, rank, line)
 
 
 def _count_and_wait(keys: Keys, kind: str, number: int) -> Steps[bool | None]:
@@ -431,7 +435,7 @@ def clean_up(keys: Keys, member: Member) -> Steps[bool]:
     if not progress.has_begun:
         yield from claim_rank(keys, member)
         progress.has_begun = True
-        yield from hand_in(keys, keys.log(CLEAN_UP, 0), rank, member.line)
+        yield hand_in(keys, keys.log(CLEAN_UP, 0), rank, member.line)
         count = yield Add(keys.count(CLEAN_UP, 0), 1)
         progress.has_arrived = True
         if count < keys.world_size:
@@ -461,9 +465,9 @@ def remove_all(keys: Keys) -> Steps[None]:
 # Logs: one key to which all ranks append, or a key for each rank.
 
 
-def hand_in(keys: Keys, key: str, rank: int, value: bytes) -> Steps[None]:
-    """Add this rank's part to a log."""
-    yield Append(key, value) if keys.appends else Set(f"{key}/{rank}", value)
+def hand_in(keys: Keys, key: str, rank: int, value: bytes) -> Append | Set:
+    """Return the request that adds this rank's part to a log."""
+    return Append(key, value) if keys.appends else Set(f"{key}/{rank}", value)
 
 
 def read_parts(keys: Keys, key: str) -> Steps[bytes]:
@@ -481,7 +485,7 @@ def sign_off(
     notes that it is done before it waits.
     """
     key, rank = keys.left(kind, progress.generation), member.claim.rank
-    yield from hand_in(keys, key, rank, member.line)
+    yield hand_in(keys, key, rank, member.line)
     if rank != host_rank:
         if member.hosts_store:
             yield Until(Read(key), keys.is_full)
