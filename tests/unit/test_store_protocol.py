@@ -264,7 +264,7 @@ MUTANTS = {
     ),
     "hosts the store and does not wait for its answers": (
         "        if member.hosts_store and keys.world_size > 1:\n"
-        "            yield from _see_others_off(log)\n",
+        "            yield from _see_others_off(keys.log(BARRIER, progress.generation))\n",
         "",
         "2 ranks, the host ends, none poll, barrier+barrier, appends",
     ),
@@ -274,8 +274,8 @@ MUTANTS = {
         "2 ranks, the host ends, (0, 1) poll, barrier+barrier, counts",
     ),
     "needs the store to tidy up": (
-        "    with suppress(StoreGoneError):  # all have arrived",
-        "    if True:  # all have arrived",
+        "        return  # all have arrived",
+        "        raise  # all have arrived",
         "2 ranks, the host ends, none poll, barrier+barrier, counts",
     ),
     "forgets keys when an answer is lost": (

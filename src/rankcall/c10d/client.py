@@ -260,14 +260,9 @@ def _drive(
         while True:
             if call.is_abandoned:
                 raise _AbandonedError
-            kind = request.__class__
+            make = _METHODS.get(request.__class__)
             try:
-                if kind in _WAITS:
-                    answer = wait(request)
-                    if answer is _PENDING:
-                        return False, request
-                else:
-                    answer = _METHODS[kind](connection, *request)
+                answer = wait(request) if make is None else make(connection, *request)
             except RuntimeError as error:  # also of a FileStore whose file is gone
                 lost_store = connection.lost(error, call.name)
                 if lost_store.is_silent:
@@ -277,13 +272,15 @@ def _drive(
                 except StoreGoneError:
                     raise lost_store from error
                 continue
+            if answer is _PENDING:
+                return False, request
             connection.heard = clock.monotonic()
             request = steps.send(answer)
     except StopIteration as end:
         return True, end.value
 
 
-_WAITS = frozenset((Arrive, Wait, Until))
+# Of the requests that do not wait.
 _METHODS = {kind: getattr(Connection, name) for kind, name in METHODS.items()}
 
 
