@@ -18,6 +18,7 @@ namespace {
 
 constexpr int SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TIMEOUT = 10, LOST = 15;
 constexpr unsigned long long EVENT_XID = 8;
+constexpr unsigned char FABRIC_NOT_SUPPORTED = 0;
 
 struct Memory {
   unsigned long long total, free, used;
@@ -34,6 +35,14 @@ struct PciInfo {
   char legacy[16];
   unsigned domain, bus, device, ids, subsystem;
   char id[32];
+};
+// What all versions of the struct begin with.
+struct FabricInfo {
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique;
+  unsigned char state;
 };
 
 void* handle_of(int device) { return reinterpret_cast<void*>(static_cast<long>(device + 1)); }
@@ -211,4 +220,9 @@ CUDA_API int nvmlDeviceGetP2PStatus(void*, void*, int, int* out) {
 }
 CUDA_API int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return NOT_SUPPORTED; }
 CUDA_API int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NOT_SUPPORTED; }
-CUDA_API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return NOT_SUPPORTED; }
+// torch 2.13 takes another answer than SUCCESS for an error. That there is no fabric is a state.
+CUDA_API int nvmlDeviceGetGpuFabricInfoV(void* handle, FabricInfo* out) {
+  DEVICE_OR_RETURN(handle);
+  *out = {out->version, {}, SUCCESS, 0, FABRIC_NOT_SUPPORTED};
+  return SUCCESS;
+}
