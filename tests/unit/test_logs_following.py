@@ -148,3 +148,21 @@ def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", "--follow", "1"]) == 2
     assert main(["diagnose", "--log", "-", "--follow", "1"]) == 2
     assert "--follow needs the files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--log", "--follow", "job.log"], "--log needs a file, and --follow is none"),
+        (["--log", "job.log", "--follow", "job.log"], "not a number of seconds: 'job.log'"),
+        (["--log", "job.log", "--follow", "nan"], "not a number of seconds: 'nan'"),
+    ],
+)
+def test_options_in_the_wrong_order(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option is not read as a file, nor a file as seconds; the error shows what to write."""
+    assert main(["diagnose", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "write it as in --log FILE --follow 600" in error

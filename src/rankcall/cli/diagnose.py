@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,18 @@ __all__ = ["command"]
 
 _MOST_STACKS = 4096  # ranks
 _DAY_S = 24 * 3600.0
+_AS_IN = "write it as in --log FILE --follow 600"
+
+
+def _seconds(text: str) -> float:
+    """Return how long to follow logs."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < math.inf:
+        raise typer.BadParameter(f"not a number of seconds: {text!r}; {_AS_IN}")
+    return seconds
 
 
 def command(
@@ -72,7 +85,7 @@ def command(
         float | None,
         typer.Option(
             "--follow",
-            min=0.0,
+            parser=_seconds,
             metavar="SECONDS",
             help="With --log, of files that are still written: wait until they say why the job "
             "failed, for at most so many seconds.",
@@ -88,6 +101,9 @@ def command(
     if not log and places and all(place == STDIN or is_log(place) for place in places):
         log, places = places, []
         say(f"reading {', '.join(map(str, log[:3]))} as a log, as with --log")
+    swallowed = next((path for path in log or [] if path.name.startswith("--")), None)
+    if swallowed is not None and not swallowed.exists():
+        raise typer.BadParameter(f"--log needs a file, and {swallowed} is none: {_AS_IN}")
     if follow is not None and (not log or STDIN in [*log, *places]):
         raise typer.BadParameter("--follow needs the files of --log; write a stream to one first")
     if log:

@@ -62,7 +62,7 @@ _QUIET = (Restarted, Member, Killed)  # say nothing of a failure
 _NAMED_RANK = re.compile(r"rank[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 # composer writes what a rank wrote after that rank has ended, between two such lines.
 _SECTION = re.compile(r"-{5,} ?(Begin|End) global rank (\d{1,7}) (?:STDERR|STDOUT) ?-{5,}")
-_TENSOR_RANK = re.compile(r"TP(\d{1,7})$")
+_TENSOR_RANK = re.compile(r"TP(\d{1,7})(?:_EP\d{1,7})?$")
 
 
 @dataclass
@@ -133,16 +133,17 @@ class LogFacts:
         return dict(ranks)
 
     def _rank_of_worker(self, worker: str) -> int:
-        """Return the rank of a worker of vLLM named ``TP12``, if that is its rank in the world.
+        """Return the rank of a worker of vLLM or SGLang named ``TP12``: it is its rank in the job.
 
-        Its lines say "rank 8 in world size 16 is assigned as ... TP rank 8". A worker with another
-        kind of parallelism has that in its name, for example ``PP1_TP3``.
+        A worker of a job with data or pipeline parallelism has that in its name, too, for example
+        ``PP1_TP3``, and then the number is only its rank in a group. Experts are divided among the
+        same processes, so ``TP3_EP3`` has the rank of ``TP3``.
         """
         match = _TENSOR_RANK.match(worker)
         sizes = {fact.size for fact in self.facts if isinstance(fact, Member) and fact.pid < 0}
-        if match is None or not sizes:
+        if match is None:
             return -1
-        return int(match[1]) if int(match[1]) < max(sizes) else -1
+        return int(match[1]) if int(match[1]) < max(sizes, default=MAX_RANKS) else -1
 
     def _named_rank(self, file: int) -> int:
         """Return the rank in the name of a log, or -1."""

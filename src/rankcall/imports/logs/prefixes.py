@@ -138,7 +138,8 @@ _GLOG = re.compile(rf"\[?[EWIFD](?P<month>1[0-2]|0?[1-9])(?P<day>\d\d) {_CLOCK} 
 # Prefixes that a pattern describes whole. The groups ``rank``, ``task``, ``pid``, ``worker`` and
 # ``host`` are those of the writer; ``stream`` is what is the same in all lines of one writer.
 _SGLANG = (
-    rf"\[\d{{4}}-{_DATE} {_CLOCK} (?P<stream>(?P<worker>(?:[DPE]P\d{{1,7}} )*TP\d{{1,7}}))\] ?"
+    rf"\[\d{{4}}-{_DATE} {_CLOCK} "
+    r"(?P<stream>(?P<worker>[DPET]P\d{1,7}(?: [DPET]P\d{1,7}){0,3}))\] ?"
 )
 _CRI = rf"\d{{4}}-{_DATE}T{_CLOCK}\S{{0,20}} (?:stdout|stderr) [FP] "
 _SYSLOG = (

@@ -42,16 +42,12 @@ def _vllm_died(line: Line, match: re.Match[str]) -> Fact:
 
 _SGLANG_SIZE = re.compile(r"server_args=ServerArgs\(")
 _TP_SIZE = re.compile(r"\btp_size=(\d{1,7})\b")
-_OTHER_SIZE = re.compile(r"\b(?:pp|dp)_size=(?:[2-9]|1\d)")
 _SGLANG_FATAL = re.compile(r"Scheduler hit an exception|TokenizerManager hit an exception")
 
 
 def _sglang_size(line: Line, match: re.Match[str]) -> Fact | None:
     sizes = _TP_SIZE.search(line.text, match.end())
-    # With another kind of parallelism, the number in ``TP3`` is not the rank.
-    if sizes is None or _OTHER_SIZE.search(line.text, match.end()):
-        return None
-    size = int(sizes[1])
+    size = int(sizes[1]) if sizes else 0
     return Member(line, line.writer.host, -1, 0, size) if 0 < size <= MAX_RANKS else None
 
 
@@ -126,8 +122,8 @@ def _ray_memory(line: Line, match: re.Match[str]) -> Fact | None:
 SOURCES: tuple[Source, ...] = (
     Source(
         "vLLM, SGLang, Ray",
-        "`(Worker_TP12 pid=114)`, and Ray's `(name pid=…, ip=…)`; `rank 8 in world size 16` ties "
-        "them to ranks",
+        "`(Worker_TP12 pid=114)` and `[… TP12]` are ranks of the job, if their names have no other "
+        "kind of parallelism; Ray's `(name pid=…, ip=…)`",
         (
             Message(
                 "a worker's rank",
