@@ -57,6 +57,16 @@ def is_defined(file: Path, dotted: str) -> bool:
     return True
 
 
+def test_the_unit_tests_have_the_folders_of_the_package() -> None:
+    """Who knows where a module is, finds its tests."""
+    tests = ROOT / "tests" / "unit"
+    folders = {file.parent.relative_to(tests) for file in tests.rglob("test_*.py")}
+    assert len(folders) > 10
+    for folder in folders:
+        module = PACKAGE / folder
+        assert module.is_dir() or module.with_suffix(".py").exists(), folder
+
+
 @pytest.mark.parametrize("span", PATHS)
 def test_each_path_exists(span: str) -> None:
     """A path names a file or folder, and what stands behind the colons is defined in the file."""

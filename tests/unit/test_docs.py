@@ -160,7 +160,7 @@ ABOUT_CODE = ("architecture.md", "recipes.md", "threads.md")
 def test_named_files_and_tests_exist(page: Path) -> None:
     """A page that names a file of the repository, or a test as its proof, names one that exists."""
     text = page.read_text()
-    bases = (ROOT, ROOT / "src/rankcall")
+    bases = (ROOT, ROOT / "src/rankcall", ROOT / "tests/unit")
     gone = [
         path
         for path in REPOSITORY_PATH.findall(text)

@@ -36,7 +36,7 @@ _MOST_PARTS, _SLICES, _FEWEST = 48, 16, 4
 # A shorter time, or less waiting of each other rank in it, shows what the scheduler did, and no
 # habit. On a machine with ten times as many threads as cores, it keeps one rank back for most of a
 # second: of 6,000 healthy jobs of 8 to 60 steps there, half of this names a rank in 34, and this in
-# none (tests/unit/test_stragglers.py).
+# none (tests/unit/analysis/test_stragglers.py).
 _LEAST_SPAN_NS, _LEAST_WAITING_NS = 1e9, 200e6
 _CHANCE = 0.01  # that any ranks lead as often in a job whose ranks are alike
 _SLOW_START = 3.0  # times the median part

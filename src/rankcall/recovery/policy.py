@@ -8,9 +8,9 @@ The table ends every job of one node. If the program tells which steps it has sa
 in a row of which none is further than all before end the job, and a job has a last step. If it does
 not, only its own count of steps is known, which begins at 0 in each attempt and proves no progress
 of the job: then the job is restarted at most ``max_recoveries`` times, however long that takes. A
-test tries both for all orders of failures (``tests/unit/test_recovery_model.py``). On several
-nodes, one without the rank that tells applies the window. If no rank tells, the window is the only
-limit.
+test tries both for all orders of failures (``tests/unit/recovery/test_policy_model.py``). On
+several nodes, one without the rank that tells applies the window. If no rank tells, the window is
+the only limit.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.imports.logs.reading import is_log
 from rankcall.report import diagnosis_text as report
 
-REAL = Path(__file__).parents[1] / "logs"
+REAL = Path(__file__).parents[2] / "logs"
 NEWEST = WORDINGS[-1]
 # The logs that the installed torch wrote on Gloo, of jobs in which rank 2 of 4 is at fault.
 PLANTED = {

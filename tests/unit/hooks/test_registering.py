@@ -94,7 +94,7 @@ def test_start_and_end_of_collectives() -> None:
         assert status.record["op"] == status.operation
         assert status.record["seq"] == status.sequence_number
         assert status.record["group_ranks"] == [0]
-    assert "test_hooks.py" in str(statuses[2].record["call_site"])  # type: ignore[index]
+    assert "test_registering.py" in str(statuses[2].record["call_site"])  # type: ignore[index]
 
 
 @pytest.mark.usefixtures("group")

@@ -220,7 +220,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_without_stderr_is_recorded() -> None:
     """The hook goes on if stderr, which it would share with the launcher, is closed."""
-    source = Path(__file__).parents[2] / "src"
+    source = Path(__file__).parents[3] / "src"
     program = (
         f"import os, sys; os.close(2); sys.path.insert(0, {str(source)!r})\n"
         "import _rankcall_hook as hook; "

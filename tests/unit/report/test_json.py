@@ -16,7 +16,7 @@ from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.report import json as json_report
 from rankcall.run.load import load
 
-DOCS = Path(__file__).parents[2] / "docs" / "report-json.md"
+DOCS = Path(__file__).parents[3] / "docs" / "report-json.md"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 
 import rankcall
 
-RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
+RECIPES = Path(__file__).parents[3] / "docs/recipes.md"
 
 PROGRAM = """
 import io, json, sys

@@ -29,7 +29,7 @@ from rankcall.run.paths import create_run
 from rankcall.testing.model import Op
 from rankcall.testing.synthetic import synthetic_run
 
-SHOTS = Path(__file__).parents[2] / "build" / "report"
+SHOTS = Path(__file__).parents[3] / "build" / "report"
 PROGRAM = (
     Op(message_bytes=25 << 20, line=41, code="loss.backward()"),
     Op(message_bytes=1 << 20, line=42, function="sync_stats", code="dist.all_reduce(stats)"),

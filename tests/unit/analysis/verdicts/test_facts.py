@@ -19,7 +19,7 @@ from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
 from rankcall.analysis.verdicts.sentences import evidence, summary
 
 R = Relation
-PAGE = (Path(__file__).parents[2] / "docs/diagnose-json.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs/diagnose-json.md").read_text(encoding="utf-8")
 ONE, MANY = Ranks((2,), ("node-a",), 102), Ranks((1, 2, 3), ("node-a", "node-b"))
 OTHER, OTHERS = Ranks((0,), ("node-a",), 100), Ranks((4, 5), ("node-c",))
 CALL = CallFact("all_reduce", 7, "0", line="train.py:9")

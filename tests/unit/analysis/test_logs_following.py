@@ -13,7 +13,7 @@ from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli import main
 from rankcall.errors import CorruptRunError
 
-REAL = Path(__file__).parents[1] / "logs"
+REAL = Path(__file__).parents[2] / "logs"
 RAISE = (REAL / "gloo-raise.log").read_text()
 
 

@@ -18,21 +18,24 @@ from rankcall.analysis.verdicts.naming import name_group
 from rankcall.record import STATUSES
 from rankcall.ring.tables import Group
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs/design/verdicts.md").read_text(encoding="utf-8")
 
 
 def test_the_page_names_tests_that_exist() -> None:
-    """A sentence's test is named by its file and, after ``::``, its function."""
+    """A sentence's test is named by its file, below a folder of tests, and its function."""
+    tests = ROOT / "tests"
     sources = {
-        path.stem: path.read_text(encoding="utf-8")
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        path.relative_to(base).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+        for base in (ROOT, tests / "unit", tests / "multiproc")
+        for path in sorted(tests.rglob("test_*.py"))
+        if path.is_relative_to(base)
     }
-    names = re.findall(r"`(?:tests/multiproc/)?(test_\w+|\.\.\.)(?:\.py)?(?:::(\w+))?`", PAGE)
+    names = re.findall(r"`((?:\w+/)*test_\w+|\.\.\.)(?:\.py)?(?:::(\w+))?`", PAGE)
     assert len(names) > 20
     file = ""
-    for stem, function in names:
-        file = file if stem == "..." else stem
+    for path, function in names:
+        file = file if path == "..." else path
         assert file in sources, file
         assert f"def {function}" in sources[file] or not function, f"{file}::{function}"
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rankcall import trace
 from rankcall.trace import sinks
 
-RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
+RECIPES = Path(__file__).parents[3] / "docs/recipes.md"
 
 
 def recipe() -> tuple[str, str]:

@@ -21,7 +21,7 @@ from rankcall.cli import main
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
-SHOTS = Path(__file__).parents[2] / "build" / "screens"
+SHOTS = Path(__file__).parents[3] / "build" / "screens"
 WAIT_MS = 60_000
 WIDTHS = (400, 1440)
 SCHEMES = ("light", "dark")

@@ -16,7 +16,7 @@ from rankcall.run.outcome import OUTCOME, JobFailure, JobOutcome
 from rankcall.run.recoveries import AttemptEnd, Signature, file_of, note
 from rankcall.testing import synthetic_run
 
-PAGE = Path(__file__).parents[2] / "docs/outcome.md"
+PAGE = Path(__file__).parents[3] / "docs/outcome.md"
 END = AttemptEnd(
     0,
     Signature("dead", "", "ValueError: bad batch", "one rank"),

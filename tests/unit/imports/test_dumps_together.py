@@ -22,7 +22,7 @@ from rankcall.problems import texts
 from rankcall.record import FLAG_ABANDONED, FLAG_NOT_STARTED
 from rankcall.run.load import load
 
-REAL = Path(__file__).parents[1] / "flight-recorder"
+REAL = Path(__file__).parents[2] / "flight-recorder"
 NCCL2 = REAL / "nccl2-2.15.json"
 TABLES = "fr_trace_20261125_173006.txt"
 Dumps = dict[str, dict[str, Any]]
