@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import sys
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 from launch import Ended, Launch, launch
 from ports import free_port
+from receiving import Receiver
 from world import wait_until
 
+from rankcall.job.notices import NOTIFY
 from rankcall.run.bars import read_bars
 from rankcall.run.exits import read_exits
 from rankcall.run.recoveries import AttemptEnd, read_recoveries
@@ -107,9 +110,16 @@ def ends(folder: Path) -> list[AttemptEnd]:
     return [end for agent in read_recoveries(folder / "run") for end in agent.ends]
 
 
-def test_a_stopped_rank(tmp_path: Path) -> None:
-    """The stopped rank is ended, the job is restarted once and finishes, and it knows why."""
-    ended = job(tmp_path, "stop")
+def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stopped rank is ended, the job is restarted once and finishes, and all are told why."""
+    with Receiver().serving() as receiver:
+        monkeypatch.setenv(NOTIFY, receiver.url)
+        ended = job(tmp_path, "stop")
+    told = {(said := json.loads(body))["type"]: said["data"] for _, body in receiver.got}
+    assert set(told) == {"rankcall.verdict", "rankcall.restart", "rankcall.ended"}
+    for name in ("rankcall.verdict", "rankcall.restart"):
+        assert (told[name]["failure"]["kind"], told[name]["failure"]["ranks"]) == ("stopped", [1])
+    assert told["rankcall.ended"]["outcome"] == "done"
     assert ended.status == 0, ended.err
     lines = ended.out.splitlines()
     previous = [line for line in lines if line.startswith("previous")]
@@ -265,8 +275,13 @@ def test_below_a_torchrun(how: str, status: int, tmp_path: Path) -> None:
     """``rankcall exec`` does the same below a torchrun of the user's, and keeps its status."""
     torchrun = Path(sys.executable).with_name("torchrun")
     launcher = ("--", str(torchrun), "--standalone", "--nproc-per-node=2", "--max-restarts=9")
-    ended = job(tmp_path, how, *launcher)
+    with Receiver().serving() as receiver:
+        ended = job(tmp_path, how, "--notify", receiver.url, *launcher)
     assert ended.status == status, ended.err
+    told = [json.loads(body) for _, body in receiver.got]
+    [(kind, data)] = [(said["type"], said["data"]) for said in told if "status" in said["data"]]
+    assert (kind, data["status"]) == ("rankcall.ended", status)
+    assert "rankcall.restart" in {said["type"] for said in told}
     assert [end.decision for end in ends(tmp_path)][:1] == ["restart"]
 
 

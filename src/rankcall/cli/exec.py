@@ -30,6 +30,7 @@ from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import Outcome
 from rankcall.errors import RankcallError
 from rankcall.folders import make_folder
+from rankcall.job import notices
 from rankcall.ranks import with_noun
 from rankcall.run.paths import default_run_dir, new_run_dir
 from rankcall.run.stderr_tails import STDERR, take_tails
@@ -76,9 +77,11 @@ def _command(args: list[str], options: JobOptions) -> None:
             del variables["RANKCALL_RUN_DIR"]
         with _page(run_dir, options), environment(variables):
             pid, status = _run(_keeping_stderr(args))
-        with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
+        receiver = {notices.NOTIFY: options.notify or None}
+        with _ignoring(*_FROM_TERMINAL, *_FORWARDED), environment(receiver):
             if scratch:
                 _finish(scratch, pid, status, options.judged_after, began_ns)
+    notices.wait(notices.LAST_S)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)

@@ -21,6 +21,7 @@ from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.cli.common import COMPILING, say, working
 from rankcall.errors import CaptureUnavailableError
 from rankcall.job.evidence import COLLECT_TO
+from rankcall.job.notices import NOTIFY, check_receiver
 from rankcall.job.sealing import job_secret
 from rankcall.job.uploads import check_url
 from rankcall.recovery.policy import MAX_RECOVERIES, WINDOW_S
@@ -129,6 +130,15 @@ class JobOptions:
             "the job, if it goes on without it.",
         ),
     ] = ""
+    notify: Annotated[
+        str,
+        typer.Option(
+            envvar=NOTIFY,
+            metavar="URL",
+            help="Tell a program there of verdicts, restarts and the end of the job, by POST; "
+            "kubeflow: the status of the TrainJob.",
+        ),
+    ] = ""
     collect_to: Annotated[
         str,
         typer.Option(
@@ -173,6 +183,8 @@ class JobOptions:
             raise typer.Exit(2)
         if self.collect_to:
             check_url(self.collect_to)
+        if self.notify:
+            check_receiver(self.notify)
         job_secret()  # a secret that no rank could use is the user's mistake
 
     def variables(self) -> dict[str, str]:
@@ -187,6 +199,8 @@ class JobOptions:
             variables[BAR_AFTER_VARIABLE] = str(self.bar_after)
             if self.health_check:
                 variables[HEALTH_VARIABLE] = self.health_check
+        if self.notify:
+            variables[NOTIFY] = self.notify
         if self.collect_to:
             variables[COLLECT_TO] = self.collect_to
         if self.trace is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rankcall.analysis.verdicts import diagnose
@@ -13,6 +13,7 @@ from rankcall.analysis.verdicts.kept import kept_in, whole_verdict
 from rankcall.cli.common import say
 from rankcall.cli.torchrun import TERMINATED, Outcome
 from rankcall.errors import RankcallError
+from rankcall.job.notices import notify
 from rankcall.job.watcher import ABORT_STATUS
 from rankcall.process import host_name
 from rankcall.recovery.history import History, history_of
@@ -76,7 +77,9 @@ def note_own_exit(run: Run, pid: int, code: int) -> None:
 
 
 def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool = False) -> None:
-    """Write into the run how the job ended, for the program that decides whether to restart it.
+    """Tell how the job ended, for the program that decides whether to start it again.
+
+    It is written into the run, and sent to the receiver of notices if there is one.
 
     Args:
         run_dir: The run directory.
@@ -97,18 +100,14 @@ def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool =
             for head in (run.heads if run else ())
             if head.header.rank in history.culprits
         }
-        signature = last.signature
-        failure = JobFailure(
-            kind=signature.kind,
-            family=last.family,
-            op=signature.op,
-            line=signature.line,
-            role=signature.role,
-            ranks=history.culprits,
-            hosts=tuple(sorted(hosts)),
-            step=last.step if last.step >= 0 else None,
-            lost_steps=history.lost if history.lost >= 0 else None,
-            summary=history.summary,
+        failure = JobFailure.of(
+            last.signature,
+            last.family,
+            history.culprits,
+            hosts,
+            last.step,
+            history.lost,
+            history.summary,
         )
     outcome, helps, reason = _meaning(status, history, was_asked=was_asked)
     failures = 0 if history is None else len(history.case.earlier) + 1
@@ -122,6 +121,7 @@ def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool =
         host=host_name(),
         ended_epoch_ns=time.time_ns(),
     )
+    notify("ended", run_dir, asdict(ended))
     try:
         write_outcome(run_dir, ended, began_ns)
     except OSError as error:

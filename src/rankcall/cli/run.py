@@ -34,6 +34,7 @@ from rankcall.cli.torchrun import (
     torchrun,
 )
 from rankcall.imports.node import ask_node, oom_kills
+from rankcall.job import notices
 from rankcall.process import host_name
 from rankcall.ranks import with_noun
 from rankcall.ring.layout import Header, read_header
@@ -96,6 +97,7 @@ def _command(args: list[str], options: JobOptions) -> None:
                     keep_outcome(chosen_dir, outcome.status, began_ns, was_asked=outcome.was_asked)
                     _say_why(chosen_dir, outcome, options.judged_after, verdicts_before)
                     _say_what_the_node_knows(outcome, began, oom_kills_before)
+    notices.wait(notices.LAST_S)
     raise typer.Exit(outcome.status)
 
 

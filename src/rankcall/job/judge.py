@@ -35,6 +35,7 @@ from rankcall.job.choice import evidence_store
 from rankcall.job.evidence import EvidenceSender
 from rankcall.job.keep import OfThisHang, keep_verdict, text_of
 from rankcall.job.news import Learned, are_open, is_news
+from rankcall.job.notices import notify, told_of
 from rankcall.job.other_nodes import Exchange, Unreachable, Untrusted
 from rankcall.job.sealing import job_secret
 from rankcall.job.viewers import NodeViews
@@ -351,6 +352,7 @@ class Judge:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if prints:
             print(f"\n{text_of(verdict).rstrip()}\n{where}", file=sys.stderr, flush=True)
+            notify("verdict", self._run_dir, told_of(verdict))
             self._told = [*self._told[-_MOST_TOLD:], hang]
 
 

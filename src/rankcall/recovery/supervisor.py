@@ -10,11 +10,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.background import BackgroundCall
+from rankcall.job.notices import notify
 from rankcall.process import host_name
 from rankcall.ranks import with_noun
 from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
@@ -35,7 +36,7 @@ from rankcall.recovery.policy import (
 from rankcall.recovery.rendezvous import Rendezvous, is_signal
 from rankcall.run.bars import BAR_S, Bar, bar_of, newest, note_bar, read_bars
 from rankcall.run.exits import Exit, note_exit, read_exits
-from rankcall.run.outcome import BARRED, REPEATS
+from rankcall.run.outcome import BARRED, REPEATS, JobFailure
 from rankcall.run.recoveries import (
     FILE_VARIABLE,
     GAVE_UP,
@@ -160,6 +161,8 @@ class Supervisor:
         self._earlier.append(failure)
         # The decision is noted before the pause: a reader then sees why the job stands still.
         self._conclude(end, decision)
+        if not decision.stops:  # the launcher tells of the end
+            self._tell(end, decision)
         self._carry_out(decision, failure)
 
     def gave_up(self) -> None:
@@ -310,6 +313,21 @@ class Supervisor:
                 delay_s=decision.delay_s,
             )
         )
+
+    def _tell(self, end: AttemptEnd, decision: Decision) -> None:
+        """Tell the receiver of notices that the workers are started again, if there is one."""
+        hosts = [host_name()] if set(end.culprits) & set(self._attempt.pids) else []
+        lost = JobFailure.of(
+            end.signature, end.family, end.culprits, hosts, end.step, end.lost, end.summary
+        )
+        said = {
+            "restarts": self._restart + 1,
+            "rule": decision.rule,
+            "reason": decision.reason,
+            "delay_s": decision.delay_s,
+            "failure": asdict(lost),
+        }
+        notify("restart", self._run_dir, said)
 
     def _failure(self, cause: Cause) -> tuple[Failure, int]:
         """Return the failure, and the steps that it lost; -1 if no checkpoint is known.

@@ -7,10 +7,12 @@ ended.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rankcall.files import open_file, write_private
+from rankcall.run.recoveries import Signature
 
 OUTCOME = "outcome.json"
 SCHEMA = 1
@@ -35,6 +37,31 @@ class JobFailure:
     step: int | None
     lost_steps: int | None
     summary: str
+
+    @classmethod
+    def of(
+        cls,
+        signature: Signature,
+        family: str,
+        ranks: Sequence[int],
+        hosts: Iterable[str],
+        step: int,
+        lost: int,
+        summary: str,
+    ) -> JobFailure:
+        """Return a failure for readers of other programs; a step of -1 is not known."""
+        return cls(
+            kind=signature.kind,
+            family=family,
+            op=signature.op,
+            line=signature.line,
+            role=signature.role,
+            ranks=tuple(ranks),
+            hosts=tuple(sorted(hosts)),
+            step=step if step >= 0 else None,
+            lost_steps=lost if lost >= 0 else None,
+            summary=summary,
+        )
 
 
 @dataclass(frozen=True)

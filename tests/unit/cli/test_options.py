@@ -135,10 +135,15 @@ def test_the_variables_of_options() -> None:
     bare = JobOptions(hang_after=0).variables()
     assert bare == {"RANKCALL_HANG_AFTER": "0", "RANKCALL_ON_HANG": "report"}
     assert JobOptions(
-        on_hang=Reaction.abort, trace=TraceMode.crossnode, history=True, collect_to="/tmp/x"
+        on_hang=Reaction.abort,
+        trace=TraceMode.crossnode,
+        history=True,
+        collect_to="/tmp/x",
+        notify="http://x",
     ).variables() == {
         "RANKCALL_HANG_AFTER": "60",
         "RANKCALL_ON_HANG": "abort",
+        "RANKCALL_NOTIFY": "http://x",
         "RANKCALL_COLLECT_TO": "/tmp/x",
         "RANKCALL_TRACE": "1",
         "TORCH_DISTRIBUTED_TRACING": "CROSSNODE",

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from receiving import Receiver
 
 from rankcall.cli.outcome import keep_outcome
+from rankcall.job import notices
 from rankcall.run.outcome import OUTCOME, JobFailure, JobOutcome
 from rankcall.run.recoveries import AttemptEnd, Signature, file_of, note
 from rankcall.testing import synthetic_run
@@ -94,6 +96,19 @@ def test_a_node_that_ends_with_another_hides_no_reason(run: Path) -> None:
     assert json.loads((run / OUTCOME).read_text())["status"] == 65
     keep_outcome(run, 0, time.time_ns())
     assert json.loads((run / OUTCOME).read_text())["status"] == 0
+
+
+def test_the_end_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver of notices gets what the file says."""
+    with Receiver().serving() as receiver:
+        monkeypatch.setenv(notices.NOTIFY, receiver.url)
+        content = outcome(run, 65)
+        notices.wait(60)
+    [(_, body)] = receiver.got
+    told = json.loads(body)
+    assert told["type"] == "rankcall.ended"
+    del content["schema"]
+    assert told["data"].items() >= content.items()
 
 
 def test_a_run_without_records(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+from receiving import Receiver
 
 from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.folders import run_folder
+from rankcall.job import notices
 from rankcall.recovery.history import decided
 from rankcall.recovery.policy import Limits
 from rankcall.recovery.supervisor import (
@@ -65,6 +68,28 @@ def test_a_crash_loop_ends(tmp_path: Path) -> None:
     assert [end.decision for end in told.ends] == ["restart", "stop"]
     assert [start.restart for start in told.starts] == [0, 1]
     assert os.environ[FILE_VARIABLE] == str(told.path)
+
+
+def test_a_restart_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver of notices learns what failed and why the job goes on; the launcher says the end.
+
+    The notice is sent while the policy's pause lasts.
+    """
+    job = Job(tmp_path)
+    with Receiver().serving() as receiver:
+        monkeypatch.setenv(notices.NOTIFY, receiver.url)
+        job.attempt(3)
+        with pytest.raises(JobStopped):
+            job.attempt(3)
+        notices.wait(60)
+    [(_, body)] = receiver.got
+    content = json.loads(body)
+    assert content["type"] == "rankcall.restart"
+    said = content["data"]
+    assert (said["restarts"], said["rule"], said["run"]) == (1, "try_again", str(tmp_path))
+    failure = said["failure"]
+    assert (failure["kind"], failure["family"], failure["ranks"]) == ("dead", "program", [1])
+    assert failure["hosts"] == [said["host"]]
 
 
 def test_kills_at_the_start_back_off(tmp_path: Path) -> None:
