@@ -2,8 +2,9 @@
 """Build the wheels and the sdist, and try each in a fresh environment.
 
 One wheel is for every Python, and compiles the recorder when it is first used. The others are for
-one Python each, and carry a recorder for each torch that is named (``native_libraries.py``). Such a
-wheel is tried where no compiler can be found, with each of these torches that is for its Python.
+one Python on one processor each, and carry a recorder for each torch that is named
+(``native_libraries.py``). Such a wheel is tried where no compiler can be found, with each of these
+torches that is for its Python, if it is for this machine's processor.
 
 The environment is a new virtual environment with one file installed into it. Its other packages
 are those of the environment of the torch that is tried, and of the one that runs this program: they
@@ -19,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -102,12 +103,16 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def build_for(
-    python: native_libraries.Python, torches: Sequence[Path], folder: Path, scratch: Path
+    python: native_libraries.Python,
+    machine: str,
+    torches: Sequence[Path],
+    folder: Path,
+    scratch: Path,
 ) -> Path:
-    """Build the wheel for one Python, with a recorder for each torch, and return its path."""
-    libraries = scratch / python.tag
-    native_libraries.compile_all(python, torches, libraries)
-    tag = f"{python.tag}-{python.tag}-{native_libraries.PLATFORM}_{platform.machine()}"
+    """Build the wheel for one Python on one processor, with a recorder for each torch for it."""
+    libraries = scratch / f"{python.tag}-{machine}"
+    native_libraries.compile_all(python, machine, torches, libraries)
+    tag = f"{python.tag}-{python.tag}-{native_libraries.PLATFORM}_{machine}"
     call(
         *(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder),
         cwd=ROOT,
@@ -255,11 +260,15 @@ def main(arguments: list[str] | None = None) -> int:
                     programs = fresh_environment(folder / "venv", source)
                 try_job(programs, folder)
                 made_all.append(made)
-            for python in pythons:
-                with step(f"compile for {python.tag}, with {len(torches)} torch"):
-                    native = build_for(python, torches, output, Path(scratch))
+            machines = sorted(set(map(native_libraries.machine_of, torches)))
+            for python, machine in itertools.product(pythons, machines):
+                with step(f"compile for {python.tag} on {machine}"):
+                    native = build_for(python, machine, torches, output, Path(scratch))
                 made_all.append(native)
-                try_native(native, python, torches, Path(scratch))
+                if machine == native_libraries.HERE_MACHINE:
+                    try_native(native, python, torches, Path(scratch))
+                else:
+                    print(f"  not tried: this machine is {native_libraries.HERE_MACHINE}")
     except (Failed, ValueError) as failed:
         print(f"try_dist.py: {failed}", file=sys.stderr)
         return 1
