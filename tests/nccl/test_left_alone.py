@@ -117,8 +117,10 @@ def test_the_device_cannot_tell(counted_jobs: RecordedJobs, capture: str) -> Non
             more = added(usual[rank], recorded[rank], phase)
             assert more.keys() <= {*QUESTIONS, *BY_CHANCE, *MORE[phase]}, (rank, phase, more)
     assert usual[0]["hung"]["ncclAllReduce"] == 300
-    more = added(usual[0], recorded[0], "hung")
-    assert more.get("cudaEventQuery", 0) <= (300 if ASKS_ONCE else 0)
+    more = Counter(added(usual[0], recorded[0], "hung"))
+    # torch takes back the error of each query of an event that is not reached, as those of all ops
+    # that hang. Other queries are of ops before: chance decides which thread finds them over first.
+    assert more["cudaGetLastError"] <= (300 if ASKS_ONCE else 0), more
 
 
 def test_device_times_only_use_events(counted_jobs: RecordedJobs) -> None:

@@ -61,6 +61,10 @@ _MOST_OPS = 1 << 16  # of a group, in case that its back end never says that any
 # For a look that another thread has begun. It calls into the back end, which may hang with the
 # device: the end of a recording then goes on without a last look.
 _LOOK_SECONDS = 1.0
+# When the end of an op is known to the back end: ProcessGroupNCCL's watchdog looks at its devices
+# every 100 ms, which gets two looks, and that of ProcessGroupNCCL2, which has no status, every
+# second.
+_KNOWN_AFTER_S, _KNOWN_AFTER_S_WITHOUT_STATUS = 0.25, 1.25
 
 
 class GroupStatus(NamedTuple):
@@ -378,16 +382,24 @@ class DeviceStatus:
         if new:
             self._new.add(number)
 
-    def poll(self) -> bool:
+    def poll(self) -> float:
         """End the records of the ops that have completed since the last call.
 
-        Returns whether an op is in flight whose end may still become known.
+        Returns after how many seconds the back ends will know which of the ops in flight are over
+        by now; 0 if none is in flight.
         """
         with background.holding(self._lock, _LOOK_SECONDS) as is_held:
             if not is_held or self._is_closed:
-                return False
+                return 0.0
             self._poll()
-            return any(not ops.is_idle for ops in self._ops.values())
+            return max(
+                (
+                    _KNOWN_AFTER_S if number in self._uids else _KNOWN_AFTER_S_WITHOUT_STATUS
+                    for number, ops in self._ops.items()
+                    if not ops.is_idle
+                ),
+                default=0.0,
+            )
 
     def _poll(self) -> None:
         # The ends come first: an op is noted before its future can end it.

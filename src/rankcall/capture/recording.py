@@ -252,13 +252,13 @@ class Recording(Handle):
         if self._step_handle is not None:
             self._step_handle.remove()
 
-    def look_at_devices(self) -> bool:
-        """Have the ends recorded that are known by now; return whether more may become known.
+    def look_at_devices(self) -> float:
+        """Have the ends recorded that are known by now; return for how long more may become known.
 
         A look follows once a second anyway. This one is for a reader that cannot wait for it. It
         takes a second at most, on any thread that issues no ops.
         """
-        return self._follow_devices(self._devices.poll) is True
+        return self._follow_devices(self._devices.poll) or 0.0
 
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self.identity.rank < 0:
@@ -292,7 +292,7 @@ class Recording(Handle):
             due_ns = time.monotonic_ns() + int(pause_s * 1e9)
             self._stopped.wait(pause_s)
 
-    def _follow_devices(self, look: Callable[[], bool | None]) -> bool | None:
+    def _follow_devices(self, look: Callable[[], float | None]) -> float | None:
         try:
             return look()
         except Exception as error:

@@ -65,10 +65,10 @@ _SHARE = 0.25
 # An op whose wait() has returned may be about to record its end, and one that overtook another is
 # held back for HOLD_NS (50 ms): a flush or the end of a subscription waits a little longer.
 _GRACE_SECONDS = 0.06
-# The ends of ops on devices become known when the back end's watchdog has looked, which NCCL's does
-# every 100 ms. A flush, or the end of a subscription, waits for two of its looks.
-_WATCHDOG_SECONDS = 0.25
-_LOOK_SECONDS = 0.02  # between our own looks meanwhile
+# A flush, or the end of a subscription, waits for the ends of ops on devices to become known, for
+# this share of its time at most: what is left is for the subscriber.
+_DEVICES_SHARE = 0.75
+_LOOK_SECONDS = 0.02  # between looks at what is known meanwhile
 # A subscriber catches what hooks and sinks raise, so an exception here is a defect of ours. It may
 # be due to one odd record, so a few are logged; after these the thread ends, so that it does not
 # fill the log for weeks.
@@ -208,7 +208,7 @@ class Subscription:
         now = time.monotonic()
         deadline = now + timeout
         # The thread looks, and not this one, whose wait has a deadline whatever a back end does.
-        self._devices_by = min(deadline, now + _WATCHDOG_SECONDS)
+        self._devices_by = now + timeout * _DEVICES_SHARE
         self._await_turn(deadline)
         settled = min(time.monotonic() + _GRACE_SECONDS, deadline)
         while self._dispatcher.is_busy and time.monotonic() < settled:
@@ -222,7 +222,7 @@ class Subscription:
         """
         now = time.monotonic()
         self._drains = drain
-        self._devices_by = now + min(timeout / 2, _WATCHDOG_SECONDS)
+        self._devices_by = now + timeout * _DEVICES_SHARE
         self._stop_by = now + _GRACE_SECONDS
         self._stopping.set()
         self._wake()
@@ -437,13 +437,14 @@ class Dispatcher:
     def await_devices(self, deadline: float) -> None:
         """Have the ends recorded that back ends know of ops on devices, or will know in a moment.
 
-        Blocks until no op is in flight on a device, or until ``deadline``, but looks once in any
-        case. Holds no lock meanwhile.
+        Blocks until no op is in flight on a device, until the back ends know of all that were over
+        at the call, or until ``deadline``, but looks once in any case. Holds no lock meanwhile.
         """
+        began = time.monotonic()
         with self._lock:
             recordings = [source.recording for source in self.sources]
-        while recordings := [busy for busy in recordings if busy.look_at_devices()]:
-            if time.monotonic() >= deadline:
+        while known_after_s := max((each.look_at_devices() for each in recordings), default=0.0):
+            if time.monotonic() >= min(deadline, began + known_after_s):
                 return
             time.sleep(_LOOK_SECONDS)
 
