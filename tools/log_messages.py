@@ -28,8 +28,8 @@ _TAIL = """\
 
 Collectors: JSON lines (`log`, `message`, `msg`, `textPayload`, `MESSAGE`), CRI, Docker, Compose,
 kubectl and journald. Launchers: pdsh, srun (`12: `), mpirun (`[1,3]<stderr>:`), torchrun
-(`[default3]:`) and Ray, with its colours and `[repeated 4x across cluster]`. Frameworks: vLLM and
-composer. Times, levels, colours, and torch's own `[rank3]:`, also
+(`[default3]:`) and Ray, with its colours and `[repeated 4x across cluster]`. Frameworks: vLLM,
+SGLang, composer and Determined. Times, levels, colours, and torch's own `[rank3]:`, also
 [garbled](https://github.com/vllm-project/vllm/pull/41160) as `[rank3[]:`. A word and a colon that
 stand before most lines of a log are a host. If a terminal or a collector has wrapped lines at a
 fixed width, they are rejoined.
@@ -44,6 +44,8 @@ fixed width, they are rejoined.
   report. Then a line with this process id has a rank.
 * Groups of one name can have different members on different ranks. Ranks are compared only within
   the group that `init_process_group` made, or if each of them has its own number in the group.
+* `TP5` in the prefix of vLLM or SGLang is a rank of the job if it stands alone, or beside `EP`:
+  with data or pipeline parallelism, these names stand there, too.
 * The number in `[default3]:` counts the ranks of a node, so it is not used. The number of a task
   of srun or mpirun is used only if no line shows that a task has several ranks.
 * torchrun's first failure is often a victim: the rank whose time-out came first. It is believed

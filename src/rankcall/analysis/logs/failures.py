@@ -166,15 +166,16 @@ def _first(faults: list[_Fault]) -> list[_Fault]:
 
 
 def _by_launcher(case: Case) -> list[Finding]:
-    """Return the ranks that mpirun or srun saw die by a signal that no failure sends.
+    """Return the ranks that a launcher saw die by a signal that no failure sends.
 
     mpirun tells only of the process that died first. srun tells of all, and it kills the others
-    itself.
+    itself. horovodrun tells of all in their order, and a later one can crash as it loses the first.
     """
     exits = [
         ending
         for ending in case.facts(LauncherExit)
-        if ending.signal in OWN_SIGNALS and (ending.signal != _SIGKILL or ending.is_first)
+        if ending.signal in OWN_SIGNALS
+        and (ending.is_first or not (ending.signal == _SIGKILL or ending.in_order))
     ]
     if not exits or not case.all.tasks_are_ranks:
         return []

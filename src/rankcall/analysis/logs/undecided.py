@@ -20,6 +20,7 @@ from rankcall.imports.logs.facts import (
     Fragment,
     Gone,
     IssuedAt,
+    Killed,
     LauncherExit,
     Mismatch,
     Outside,
@@ -42,8 +43,8 @@ _DETAIL = "; on Gloo, set TORCH_DISTRIBUTED_DEBUG=DETAIL."
 # A host is named for its links if so many hosts and messages are there, and most are of it.
 _FEW_HOSTS, _FEW_LINK_ERRORS, _MOST_OF_THEM = 2, 5, 0.75
 _ALL_LOGS = "Give this command the logs of all ranks and of all nodes, too."
-# Facts that show a failure, the most telling first. A rank's place in a communicator, a restart and
-# a worker that the launcher ended are no failure of their own.
+# Facts that show a failure, the most telling first. A launcher that ends a worker does so because
+# another one failed. A rank's place in a communicator and a restart are no failure of their own.
 _TELLING = (
     DeviceFault,
     Fatal,
@@ -61,6 +62,7 @@ _TELLING = (
     Gone,
     Aborting,
     Fragment,
+    Killed,
 )
 _HOW_IT_ENDED = (Relation.WORKER_ENDED, Relation.SPAWNED_ENDED)  # and not why
 _FEW_CALLS = 3  # that ranks timed out in; more are not told one by one
@@ -118,7 +120,9 @@ def _evidence(case: Case) -> list[Line]:
     """Return the lines that show a failure."""
     lines = case.lines(*_TELLING)
     lines += [
-        raised.line for raised in case.raised if case.rank(raised.line) >= 0 or raised.of_a_job
+        raised.line
+        for raised in case.raised
+        if case.rank(raised.line) >= 0 or raised.of_a_job or raised.ended_program
     ]
     return lines + [failure.line for failure in case.all.failures]
 

@@ -138,8 +138,9 @@ class LauncherExit(NamedTuple):
     line: Line
     tasks: tuple[int, ...]
     signal: int
-    is_first: bool  # the launcher tells only of the process that ended first
+    is_first: bool  # the launcher says that this process ended first, or tells of no other one
     why: str = ""  # if the launcher says it
+    in_order: bool = False  # the launcher tells of each process as it ends
 
 
 class WorkerExit(NamedTuple):

@@ -37,7 +37,6 @@ from rankcall.imports.logs.tracebacks import (
     Report,
     StackOfCollective,
     Traceback,
-    names_exception,
 )
 from rankcall.imports.logs.wrapping import Wrapping, wrapping_of
 from rankcall.problems import Problem, ProblemKind
@@ -292,6 +291,7 @@ class _Reader:
         self._report = Report(log_facts.failures)
         self._earlier: tuple[list[Fact], list[Raised]] = [], []  # of the attempt before
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
+        self._has_ended = False  # a process of a launcher that tells of each as it ends
         self._section = -1  # the rank whose output composer repeats
         self._explained = Line(Writer(0), -1, "")  # the last line that CANN explains below
 
@@ -349,6 +349,8 @@ class _Reader:
             self._forget(self._ended.get(fact.agent, 0))
             self._ended[fact.agent] = line.number
         fact = self._with_pid(fact, line)
+        if isinstance(fact, LauncherExit) and fact.in_order:
+            fact, self._has_ended = fact._replace(is_first=not self._has_ended), True
         if isinstance(fact, Aborting):
             self._aborting[line.writer] = line.number
         log_facts.facts.append(fact)
@@ -380,8 +382,6 @@ class _Reader:
             if writer.by_torch:  # the line that names the exception may be cut off
                 self._found.facts.append(Fragment(line))
             return
-        if before is None and writer.by_torch and names_exception(line.text):
-            self._found.facts.append(Fragment(line))  # its traceback was cut off
         if before is None and line.text.startswith("ray.exceptions."):  # its frames were cut off
             before = self._tracebacks[writer] = Traceback(line, None, ends_program=False)
             before.take(line._replace(text='  File "/ray/worker.py", line 0, in get'))

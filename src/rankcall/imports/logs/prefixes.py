@@ -161,6 +161,10 @@ _RAY = (
     r"(?P<stream>\((?:[\w.<>-]{1,200}(?:\((?:[^()]|\([^()]{0,80}\)){0,80}\))?)?\s?pid=(?P<pid>\d{1,10})"
     r"(?:, ip=(?P<host>[\w.:-]{1,100}))?\)) ?"
 )
+_DETERMINED = (
+    r"(?:<>\s{1,20}\[[\d: -]{19}\] )?"
+    r"(?P<stream>[\da-f]{8}(?: \[rank=(?P<rank>\d{1,7})\])? \|\|)(?: |$)"
+)
 _COMPOSER = r"(?P<stream>rank(?P<rank>\d{1,7})\[(?P<pid>\d{1,10})\]\[\w{1,80}\]:) (?:[A-Z]{4,8}: )?"
 _ADDRESS = (
     r"(?P<stream>(?P<host>\d{1,3}(?:\.\d{1,3}){3}|\[?[0-9a-f]{0,4}(?::[0-9a-f]{0,4}){2,7}\]?):) ?"
@@ -173,8 +177,12 @@ _BAR = re.compile(
     r"(?: \[[^\]\r\n<]{0,100}<[^\]\r\n]{0,200}\])? ?"
 )
 _TIME_ONLY = rf"\[?{_CLOCK}\]?\s+"
-# Traceback's ``    | `` of exception groups has no name, and tables have a second bar.
-_COMPOSE = r"(?P<stream>(?P<host>[A-Za-z0-9][\w.-]{0,120})\s+\|)(?! ?.{0,39}\|) ?"
+# Traceback's ``    | `` of exception groups has no name, and tables have a second bar. Compose may
+# run in a container of Compose: then a second name with a number follows.
+_COMPOSE = (
+    r"(?P<stream>(?P<host>[A-Za-z0-9][\w.-]{0,120})\s+\|)"
+    r"(?= ?[\w.-]{1,120}-\d{1,4} +\| |(?! ?.{0,39}(?<!\|)\|(?!\|))) ?"
+)
 
 # What may begin a line of a message without being a host's name: ``ValueError: ...``.
 _NO_HOST = re.compile(
@@ -190,7 +198,10 @@ _LEARN_SHARE, _LEARN_LEAST, _MOST_NAMES = 0.6, 4, 4096
 _COMMON_SHARE = 0.95  # of the lines of a log have a collector's prefix
 
 _JSON_BEGINS = re.compile(r'\{"([\w@.-]{1,80})": ?["\d{]')
-_JSON_TEXT = ("log", "message", "msg", "textPayload", "MESSAGE", "body", "line", "event", "text")
+_JSON_TEXT = (
+    *("log", "message", "msg", "textPayload", "MESSAGE", "body", "line", "event", "text"),
+    "@message",
+)
 _JSON_HOST = ("_HOSTNAME", "hostname", "host", "pod", "pod_name", "node", "kubernetes", "resource")
 _JSON_TIME = ("time", "timestamp", "ts", "@timestamp", "asctime")
 _JSON_RANK = ("rank", "global_rank")
@@ -487,6 +498,7 @@ _STEPS: tuple[Step, ...] = (
     *map(_of_process, (_MPI, _TORCHRUN, _WORKER)),
     _ray(),
     _of_process(_COMPOSER),
+    _described(_DETERMINED),
     *map(_described, (_ADDRESS, _STREAM)),
     Prefixes._level,
     Prefixes._srun,

@@ -15,7 +15,7 @@ from rankcall.imports.logs.prefixes import Line, Writer
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import op_of_variant
 
-__all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback", "names_exception"]
+__all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback"]
 
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
 _GATHERED = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
@@ -25,7 +25,6 @@ _CARETS = re.compile(r"[\s^~]+$")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _BUILT_IN = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Iteration)$")
-_FAILURE = re.compile(r"(?:Error|Exception)$")
 _IN_C10D = re.compile(r"/torch/distributed/(?:distributed_c10d|c10d_logger)\.py$")
 _LIBRARY = re.compile(r"/(?:torch|rankcall)/|^<|/site-packages/|/dist-packages/|/lib/python")
 # Frames of the programs whose failures this package is about. A traceback without any of them may
@@ -53,12 +52,6 @@ _OF_LAUNCHERS = (
 _STACK_LINE = re.compile(r"\s*#\d{1,4} (\S{1,200}) from (\S{1,400}):(\d{1,9})")
 
 
-def names_exception(text: str) -> bool:
-    """Whether a line is the last one of a traceback: the type of an exception and its message."""
-    match = _EXCEPTION.match(text)
-    return match is not None and ":" in text and bool(_FAILURE.search(match[1]))
-
-
 @dataclass
 class Raised:
     """An exception that ended a program, or that its log shows.
@@ -74,6 +67,7 @@ class Raised:
         of_a_job: Whether it comes from a program that trains or serves, as far as its frames tell.
         of_rank: The rank whose exception it is, if another one wrote it: torch's checkpoints gather
             the exceptions of a group, and every member writes them. -1: the writer's own.
+        of_a_script: Whether its frames begin with those of a script, so that nothing caught it.
         details: What the message says in the lines below the first.
     """
 
@@ -87,7 +81,13 @@ class Raised:
     led_on: bool = False
     of_a_job: bool = True
     of_rank: int = -1
+    of_a_script: bool = False
     details: str = ""
+
+    @property
+    def ended_program(self) -> bool:
+        """Whether its program ended by it, whatever program that is: its log ends with it."""
+        return self.unhandled and self.of_a_script
 
     @property
     def follows(self) -> bool:
@@ -178,6 +178,7 @@ class Traceback:
             self._unhandled,
             of_a_job=of_a_job,
             of_rank=self._of_rank,
+            of_a_script=self._frames[0][2] == "<module>",
         )
 
 

@@ -67,7 +67,7 @@ def markers() -> tuple[Marker, ...]:
 def facts_of(line: Line) -> list[Fact]:
     """Return the facts in a line; an empty list if it has none of the messages above.
 
-    An error of torch that has no row of its own is a fragment of what is known.
+    An error that has no row of its own is a fragment of what is known.
     """
     facts: list[Fact] = []
     done: set[int] = set()
@@ -83,9 +83,8 @@ def facts_of(line: Line) -> list[Fact]:
             facts.append(fact)
         elif match is None and words in _FRAGMENTS:
             facts.append(Fragment(line))
-    if not facts and pytorch.ERROR.match(line.text):
-        facts.append(Fragment(line))
-    return facts
+    other = pytorch.of_no_row(line) if not facts else None
+    return facts if other is None else [other]
 
 
 def is_whole(text: str) -> bool:

@@ -69,6 +69,10 @@ def _signalled(line: Line, match: re.Match[str]) -> Fact:
     return Fatal(line, f"SIG{match[1]}", "own", line.writer.host, line.writer.pid)
 
 
+_RAY_GONE = (
+    *("The worker died unexpectedly", "local raylet died"),
+    "mistakenly been marked as dead",
+)
 _RAY_DIED = re.compile(
     r"(?:The actor (?:is dead because|died)|A worker died or was killed"
     r"|(?:Raylet|raylet) .{0,60}(?:killed|dead)"
@@ -153,6 +157,24 @@ SOURCES: tuple[Source, ...] = (
                 "vLLM 0.8 and newer",
             ),
             Message(
+                "vLLM: the engine ended; its reason stands above",
+                ("EngineDeadError", "core initialization failed", "Got fatal signal from worker"),
+                any_of("EngineDeadError", "core initialization failed", "Got fatal signal from"),
+                aborting,
+                "CRITICAL 04-16 11:53:49 [core_client.py:359] Got fatal signal from worker "
+                "processes, shutting down. See stack trace above for root cause issue.",
+                "vLLM 0.8 and newer",
+            ),
+            Message(
+                "SGLang: a scheduler ended",
+                ("Received sigquit from a child", "scheduler is dead"),
+                any_of("Received sigquit from a child", "scheduler is dead"),
+                aborting,
+                "[2026-03-14 09:02:41] Received sigquit from a child process. It usually means the "
+                "child failed.",
+                "SGLang 0.4 and newer",
+            ),
+            Message(
                 "vLLM: how a worker ended",
                 ("died, exit code: ",),
                 _VLLM_DIED,
@@ -226,8 +248,8 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "an exception of a task, which Ray writes without its beginning",
-                ("ray.exceptions.RayTaskError(", "CUDA out of memory. Tried"),
-                any_of("ray.exceptions.RayTaskError(", "CUDA out of memory. Tried"),
+                ("ray.exceptions.RayTaskError(", "out of memory. Tried"),
+                any_of("ray.exceptions.RayTaskError(", "out of memory. Tried"),
                 failed,
                 "ray.exceptions.RayTaskError(OutOfMemoryError): ray::Worker.step() (pid=4711, "
                 "ip=10.0.0.4)",
@@ -241,6 +263,15 @@ SOURCES: tuple[Source, ...] = (
                 "(raylet) The node with node id: 5a1f and address: 10.0.3.4 and node name: "
                 "10.0.3.4 "
                 "has been marked dead because the detector has missed too many heartbeats from it.",
+                "Ray 2",
+            ),
+            Message(
+                "Ray: a worker or the raylet of a node is gone",
+                _RAY_GONE,
+                any_of(*_RAY_GONE),
+                aborting,
+                "ray.exceptions.LocalRayletDiedError: The task's local raylet died. Check "
+                "raylet.out for more information.",
                 "Ray 2",
             ),
             Message(

@@ -20,6 +20,7 @@ from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.sources.message import (
     Message,
     Source,
+    aborting,
     any_of,
     failed,
     outside,
@@ -83,7 +84,16 @@ def _command_exit(line: Line, match: re.Match[str]) -> Fact:
 _LIGHTNING_EXIT = re.compile(
     r"\[rank: (\d{1,7})\] Child process with PID (\d{1,10}) terminated with code (-?\d{1,5})"
 )
-_SHELL_EXIT = re.compile(r": line \d{1,9}: +(\d{1,10}) (Killed|Segmentation fault) {2,}")
+# A script's own shell writes the line and the pid; others only the words, in a line of their own.
+_SHELL_EXIT = re.compile(
+    r"(?:^ *|(?:it/s|s/it)\] ?|: line \d{1,9}: +(\d{1,10}) |^\[\d{1,4}\][+-]? {1,9}(?:\d{1,10} )?)"
+    r"(Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Floating point exception)"
+    r"(?: {0,20}\(core dumped\))?(?: {2,}.*)?$",
+)
+_CODE = re.compile(
+    r"(?:(?:terminated|completed|finished|failed) with (?:exit )?|exited with exit )code "
+    r"(13[2-9])\b|\] Error (13[2-9])$"
+)
 _COMPOSE_EXIT = re.compile(r"(?:^|: )[\w.-]{1,120} exited with code (1[3-5]\d)$")
 
 
@@ -92,14 +102,20 @@ def _lightning_exit(line: Line, match: re.Match[str]) -> Fact:
 
 
 def _shell_exit(line: Line, match: re.Match[str]) -> Fact:
-    return WorkerExit(line, -1, int(match[1]), -_SIGNALS[match[2]])
+    return WorkerExit(line, -1, int(match[1] or -1), -_SIGNALS[match[2]])
+
+
+def _code(line: Line, match: re.Match[str]) -> Fact | None:
+    if "srun: error:" in line.text:  # it says which task that was
+        return None
+    return WorkerExit(line, -1, -1, int(match[1] or match[2]))
 
 
 def _compose_exit(line: Line, match: re.Match[str]) -> Fact:
     return WorkerExit(line, -1, -1, int(match[1]))
 
 
-_MPI_EXIT = re.compile(r"process rank (\d{1,7}) .{0,300}?exited on signal (\d{1,2})")
+_MPI_EXIT = re.compile(r"process rank (\d{1,7}) .{0,300}?exited on(?: signal (\d{1,2})|$)")
 _SRUN_EXIT = re.compile(
     r"srun: error: \S{1,200}: tasks? ([\d,\-]{1,400}): "
     r"(Killed|Segmentation fault|Bus error|Aborted|Terminated|Out Of Memory"
@@ -112,12 +128,22 @@ _SIGNALS = {
     "Bus error": 7,
     "Aborted": 6,
     "Terminated": 15,
+    "Illegal instruction": 4,
+    "Floating point exception": 8,
 }
 
 
-_MPI_FIRST = re.compile(r"Process name: \[\[\d{1,9},\d{1,9}\],(\d{1,7})\]")
+# Open MPI has the number or the name of the job before the rank, and horovodrun the rank alone.
+_MPI_FIRST = re.compile(
+    r"Process name: (?:\[(?:\[\d{1,9},\d{1,9}\]|[\w.-]{1,253}@\d{1,9}),(\d{1,7})\]|(\d{1,7})$)"
+)
+_DAEMON = re.compile(r"Remote daemon: \[\S{1,260}\] on node ([\w.-]{1,253})")
+_HOROVOD_EXIT = re.compile(r"^Process (\d{1,7}) exit with status code (-?\d{1,5})\.")
 _MPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d{1,7})")
-_MPI_FAILED = ("exited with non-zero status", "BAD TERMINATION OF ONE")
+_MPI_FAILED = (
+    *("exited with non-zero status", "BAD TERMINATION OF ONE"),
+    *("application called MPI_Abort", "Fatal error in "),
+)
 _CRASHED = re.compile(
     r"\[([\w.-]{1,253}):0*(\d{1,10})(?: ?:\d{1,10}:\d{1,10})?\] (?:Signal: |Caught signal )"
     r"(?:(\d{1,2}) \()?([A-Z][\w ]{3,40}?)(?:: .{0,120}\)| \((\d{1,2})\))"
@@ -125,7 +151,16 @@ _CRASHED = re.compile(
 
 
 def _mpi_first(line: Line, match: re.Match[str]) -> Fact:
-    return LauncherExit(line, (int(match[1]),), 0, is_first=True)
+    return LauncherExit(line, (int(match[match.lastindex or 1]),), 0, is_first=True)
+
+
+def _daemon(line: Line, match: re.Match[str]) -> Fact:
+    return Outside(line, f"mpirun lost the node {match[1]}")
+
+
+def _horovod_exit(line: Line, match: re.Match[str]) -> Fact:
+    signal = signal_of(int(match[2]))
+    return LauncherExit(line, (int(match[1]),), signal, is_first=False, in_order=True)
 
 
 def _crashed(line: Line, match: re.Match[str]) -> Fact:
@@ -135,7 +170,7 @@ def _crashed(line: Line, match: re.Match[str]) -> Fact:
 
 
 def _mpi_exit(line: Line, match: re.Match[str]) -> Fact:
-    return LauncherExit(line, (int(match[1]),), int(match[2]), is_first=True)
+    return LauncherExit(line, (int(match[1]),), int(match[2] or 0), is_first=True)
 
 
 def _srun_exit(line: Line, match: re.Match[str]) -> Fact | None:
@@ -156,21 +191,30 @@ _SLURM_END = re.compile(
 _LIMIT = re.compile(
     r"TERM_(?:MEMLIMIT|RUNLIMIT|OWNER|PREEMPT|ADMIN)\b.{0,120}|PBS: job killed: .{0,120}"
 )
+_NOT_LAUNCHED = re.compile(
+    r"srun: (?:error: (?:Task|Application) launch .{0,60}failed|Force Terminated job)"
+)
 _NODE_FAILED = re.compile(r"srun: error: (Node failure on [\w,\[\]-]{1,400})")
 _SSH_FAILED = re.compile(r"pdsh@\S{1,200}: ([\w.-]{1,253}): (ssh exited with exit code 255)")
+_SSH_CLOSED = re.compile(r"^(Connection to ([\w.-]{1,253}) closed by remote host)")
 
 
 def _ssh_failed(line: Line, match: re.Match[str]) -> Fact:
     return Outside(line, f"pdsh lost {match[1]}: {match[2]}")
 
 
+def _ssh_closed(line: Line, match: re.Match[str]) -> Fact:
+    return Outside(line, match[1])
+
+
 _COMPOSER_EXIT = re.compile(
-    r"Global rank (\d{1,7}) \(PID (\d{1,10})\) exited with code (-?\d{1,5})"
+    r"Global rank (\d{1,7}) \(PID \d{1,10}\) exited with code (-?\d{1,5})"
+    r"|composer\.cli\.launcher:Rank (\d{1,7}) crashed with exit code (-?\d{1,5})"
 )
 
 
 def _composer_exit(line: Line, match: re.Match[str]) -> Fact | None:
-    code, rank = int(match[3]), int(match[1])
+    code, rank = int(match[2] or match[4]), int(match[1] or match[3])
     if not code or rank >= MAX_RANKS:
         return None
     return LauncherExit(line, (rank,), signal_of(code), is_first=False)
@@ -282,6 +326,14 @@ SOURCES: tuple[Source, ...] = (
                 "pdsh@node-a: node-b: ssh exited with exit code 255",
                 "pdsh 2",
             ),
+            Message(
+                "a node ended the connection over which its ranks were started",
+                ("closed by remote host",),
+                _SSH_CLOSED,
+                _ssh_closed,
+                "Connection to node-b closed by remote host.",
+                "OpenSSH 7 and newer",
+            ),
         ),
     ),
     Source(
@@ -307,19 +359,24 @@ SOURCES: tuple[Source, ...] = (
                 "torch 1.0 to 1.8, accelerate",
             ),
             Message(
-                "bash: a signal ended a command",
-                (
-                    "Killed     ",
-                    "Segmentation fault     ",
-                ),
+                "a shell: a signal ended a command",
+                ("Killed", "Segmentation fault", "Bus error", "(core dumped)", "Aborted"),
                 _SHELL_EXIT,
                 _shell_exit,
                 "run.sh: line 14:  4711 Killed                  python train.py",
-                "bash 4 and newer",
+                "bash 4 and newer, dash",
+            ),
+            Message(
+                "make, kubectl, CI: a signal ended a command",
+                ("code 13", "] Error 13"),
+                _CODE,
+                _code,
+                "command terminated with exit code 137",
+                "GNU make 4, Kubernetes 1.20 and newer, GitHub Actions",
             ),
             Message(
                 "Compose: a signal ended a container",
-                (" exited with code 1",),
+                (" exited with code ",),
                 _COMPOSE_EXIT,
                 _compose_exit,
                 "trainer-2 exited with code 137",
@@ -333,7 +390,7 @@ SOURCES: tuple[Source, ...] = (
         (
             Message(
                 "how a worker ended",
-                (") exited with code",),
+                (") exited with code", " crashed with exit code "),
                 _COMPOSER_EXIT,
                 _composer_exit,
                 "Global rank 3 (PID 4711) exited with code -11",
@@ -356,7 +413,7 @@ SOURCES: tuple[Source, ...] = (
         (
             Message(
                 "mpirun: the process that ended first",
-                ("exited on signal",),
+                ("noticed that process rank",),
                 _MPI_EXIT,
                 _mpi_exit,
                 "mpirun noticed that process rank 3 with PID 0 on node a exited on signal 9 "
@@ -364,12 +421,28 @@ SOURCES: tuple[Source, ...] = (
                 "Open MPI 2 and newer",
             ),
             Message(
-                "mpirun: the process that ended first with an exit code, or aborted",
-                ("Process name: [[",),
+                "mpirun, horovodrun: the process that ended first",
+                ("Process name: ",),
                 _MPI_FIRST,
                 _mpi_first,
                 "  Process name: [[12167,1],10]",
-                "Open MPI 1.8 and newer",
+                "Open MPI 1.8 and newer, Horovod 0.18 and newer",
+            ),
+            Message(
+                "mpirun: a node is lost",
+                ("Remote daemon: [",),
+                _DAEMON,
+                _daemon,
+                "  Remote daemon: [prterun-node-1-19188@0,1] on node node-2",
+                "Open MPI 4 and 5",
+            ),
+            Message(
+                "horovodrun: how a process ended; it writes each as it ends",
+                (" exit with status code ",),
+                _HOROVOD_EXIT,
+                _horovod_exit,
+                "Process 0 exit with status code 137.",
+                "Horovod 0.19 and newer",
             ),
             Message(
                 "mpirun: a process called MPI_Abort",
@@ -420,6 +493,14 @@ SOURCES: tuple[Source, ...] = (
                 outside,
                 "=>> PBS: job killed: walltime 86435 exceeded limit 86400",
                 "LSF 10, PBS 19 and newer",
+            ),
+            Message(
+                "srun could not start tasks, or ended all of them",
+                ("srun: error:", "srun: Force Terminated"),
+                _NOT_LAUNCHED,
+                aborting,
+                "srun: error: Task launch for 36.0 failed on node node-3: Job credential expired",
+                "Slurm 17 and newer",
             ),
             Message(
                 "Slurm lost a node",

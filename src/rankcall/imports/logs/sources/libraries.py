@@ -201,6 +201,36 @@ SOURCES: tuple[Source, ...] = (
         ),
     ),
     Source(
+        "AWS Neuron",
+        "`pid:tid [device]`; no rank",
+        (
+            Message(
+                "a warning of its collective library",
+                ("CCOM WARN",),
+                any_of("CCOM WARN"),
+                waited,
+                "2023-Aug-01 16:14:43.0210 4711:4932 [31] bootstrap.cc:89 CCOM WARN Timeout "
+                "waiting for incoming connection (waited 120 sec)",
+                "Neuron 2",
+            ),
+        ),
+    ),
+    Source(
+        "UCX",
+        "`[node:pid:tid]`; no rank",
+        (
+            Message(
+                "an error of a connection",
+                ("UCX  ERROR",),
+                any_of("UCX  ERROR"),
+                waited,
+                "[1714550400.123456] [node-1:4711 :0]  ib_mlx5_log.c:179  UCX  ERROR Transport "
+                "retry count exceeded on mlx5_0:1/IB (synd 0x15 vend 0x81 hw_synd 0/0)",
+                "UCX 1.8 and newer",
+            ),
+        ),
+    ),
+    Source(
         "oneCCL, Level Zero",
         "`(pid) |CCL_ERROR|`; no rank",
         (

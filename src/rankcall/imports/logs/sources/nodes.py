@@ -23,9 +23,12 @@ _AMD_FAULT = re.compile(
 _AMD_QUEUE = re.compile(r"(?:pid:(\d{1,10}) .{0,200}?)?(HSA_STATUS_ERROR\w{0,60}.{0,120})")
 _AMD_HANG = re.compile(r"(HW Exception by GPU node-\d{1,4}.{0,60}?reason ?:.{1,80})")
 # The kubelet starts containers of all kinds again. These are the names that jobs give theirs.
+_NAMES = r"(?:pytorch|torch|train|worker|launcher|master|ray|vllm|sglang|mpi|gpu)"
 _OF_A_JOB = re.compile(
-    r"CrashLoopBackOff(?!.*container=)|CrashLoopBackOff.*"
-    r"(?:pytorch|torch|train|worker|launcher|master|ray|vllm|sglang|mpi|gpu)"
+    r"CrashLoopBackOff(?!.*container=)"
+    rf"|(?:CrashLoopBackOff|[Bb]ack-off .{{0,20}}restarting failed container).*{_NAMES}"
+    rf"|^[\w.-]{{0,253}}{_NAMES}[\w.-]{{0,253}}  +\d{{1,2}}/\d{{1,2}}  +"
+    r"(?:CrashLoopBackOff|Error|OOMKilled|Evicted) "
 )
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]{4,20})\): (\d{1,4}), (.{0,300})")
 _XID_PID = re.compile(r"pid='?(\d{1,10})")
@@ -39,8 +42,10 @@ _LINK_DOWN = re.compile(
 )
 _EVICTED = re.compile(
     r"(The node (?:was low on resource: \S+|had condition: \[\w+\])|Evicted pod|OOMKilled"
-    r"|imminent node shutdown|Back-?[Oo]ff restarting failed container|NodeNotReady|Preempted by)"
+    r"|imminent node shutdown|NodeNotReady|Preempted by|[Ii]nstance was preempted"
+    r"|[Ii]nterruption notice)"
 )
+_POD_EXIT = re.compile(r"Pod: (\S{1,253}) exited with code ([1-9]\d{0,2})\b")
 
 
 _EXIT_CODE = re.compile(r"^\s*Exit Code: {2,}([1-9]\d{0,2})\s*$")
@@ -48,6 +53,10 @@ _EXIT_CODE = re.compile(r"^\s*Exit Code: {2,}([1-9]\d{0,2})\s*$")
 
 def _container_exit(line: Line, match: re.Match[str]) -> Fact:
     return WorkerExit(line, -1, -1, int(match[1]))
+
+
+def _pod_exit(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, -1, int(match[2]))
 
 
 def _oom(line: Line, match: re.Match[str]) -> Fact:
@@ -184,6 +193,7 @@ SOURCES: tuple[Source, ...] = (
                 (
                     *("was low on resource", "Evicted pod", "OOMKilled", "NodeNotReady"),
                     *("Preempted by", "imminent node shutdown"),
+                    *("nstance was preempted", "nterruption notice"),
                 ),
                 _EVICTED,
                 outside,
@@ -192,13 +202,22 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "the kubelet starts a container again and again",
-                ("=CrashLoopBackOff: ", "with CrashLoopBackOff"),
+                ("CrashLoopBackOff", "restarting failed container", "  Error  "),
                 _OF_A_JOB,
                 failed,
                 'E0311 10:11:13.113456 1201 pod_workers.go:1301] "Error syncing pod, skipping" '
                 'err="failed to \\"StartContainer\\" for \\"pytorch\\" with CrashLoopBackOff: '
                 '\\"back-off 5m0s restarting failed container=pytorch pod=job-worker-2\\""',
                 "Kubernetes 1.20 and newer",
+            ),
+            Message(
+                "Kubeflow: how a pod ended",
+                (" exited with code ",),
+                _POD_EXIT,
+                _pod_exit,
+                'time="2024-02-21T09:32:29Z" level=info msg="Pod: jobs.train-worker-0 exited with '
+                'code 1" job=jobs.train replica-type=worker',
+                "Kubeflow's training operator 1",
             ),
             Message(
                 "`kubectl describe` shows how a container ended",

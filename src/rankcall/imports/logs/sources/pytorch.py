@@ -6,16 +6,19 @@ import re
 
 from rankcall.imports.logs.blame import blame_of
 from rankcall.imports.logs.facts import (
+    Aborting,
     BarrierFailed,
     BarrierReached,
     DeviceFault,
     Fact,
     Fatal,
     Fingerprint,
+    Fragment,
     GroupName,
     Lagging,
     Mismatch,
     ModelsDiffer,
+    Outside,
     Progress,
     StoreBarrier,
     Timeout,
@@ -36,9 +39,13 @@ from rankcall.imports.logs.sources.message import (
 from rankcall.ranks import MAX_RANKS
 from rankcall.whole_numbers import whole_number
 
-__all__ = ["ERROR", "SOURCES"]
+__all__ = ["SOURCES", "of_no_row"]
 
-_COMMON = ("RuntimeError", "ValueError", "AssertionError", "KeyError", "TypeError", "OSError")
+_COMMON = (
+    *("RuntimeError: ", "ValueError: ", "AssertionError: ", "KeyError: ", "TypeError: "),
+    *("OSError: ", "AcceleratorError: ", "SignalException: "),
+    *("torch.distributed.Dist", ".api.Rendezvous"),
+)
 _TRACEBACK, _REPORT, _STACK = 300, 40, 60  # lines of messages that have several
 _WORK = re.compile(
     r"Watchdog caught collective operation timeout: Work\w+\((.{0,2000}?)\) ran for (\d{1,15}) mill"
@@ -229,7 +236,7 @@ def _no_answer(line: Line, match: re.Match[str]) -> Fact:
 
 
 # torch writes the level, and the file that logs it, before each of its messages.
-ERROR = re.compile(
+_ERROR = re.compile(
     r"^\[[EF](?:\d{3,4} \S{1,30})? ?(?:\d{1,10} )?[\w/]{1,200}\.(?:cpp|hpp|h|cc|cu):\d"
 )
 _CRASHED = re.compile(
@@ -237,8 +244,14 @@ _CRASHED = re.compile(
     r"|Floating[- ]point exception).{0,80})"
 )
 _ALLOCATOR = (
-    "double free or corruption",
-    "(): invalid ",  # free() and others
+    "double free ",
+    *("(): invalid ", "(): corrupted "),  # free() and others
+    "stack smashing detected",
+)
+
+
+_DAMAGED = re.compile(
+    r"(\w{0,40}\(\): (?:invalid|corrupted) .{0,80}|double free .{1,80}|stack smashing detected)"
 )
 
 
@@ -252,6 +265,44 @@ _CPP = re.compile(r"^\s*what\(\): +(.{1,1000})")
 def _cpp(line: Line, match: re.Match[str]) -> Fact | None:
     blame = blame_of(match[1])
     return Fatal(line, match[1].strip(), blame) if blame != "victim" else Trouble(line)
+
+
+# Without its frames, an exception may be of any program. These words are of devices and of ranks. A
+# name before it may be that of a host, in a log too short to learn it from.
+_EXCEPTION = re.compile(
+    r"^(?:[\w.@-]{1,120}: )?(torch\.[\w.]{1,200}|[\w.]{0,200}(?:Error|Exception))"
+    r"(?:: (.{1,1000}))?$"
+)
+_OF_DEVICES_OR_RANKS = re.compile(
+    r"\b(?:NCCL|CUDA|cuDNN|cuda[A-Z]\w+|CUBLAS\w*|HIP|MIOpen|XPU|NPU|HCCL)\b|[Gg]loo|c10d|TCPStore"
+    r"|[Pp]rocess group|torch\.distributed|rendezvous|[Dd]istributed package|DataLoader worker"
+    r"|connect\(\) timed out|^Address already in use$"
+)
+
+
+def of_no_row(line: Line) -> Fact | None:
+    """Read an error that torch logs, or an exception of devices or of ranks, that no row has."""
+    if _ERROR.match(line.text):
+        return Fragment(line)
+    match = _EXCEPTION.match(line.text)
+    if match is None:
+        return None
+    kind, message = match[1], match[2] or ""
+    if kind.endswith("SignalException"):
+        return Outside(line, message)
+    of_a_job = kind.startswith("torch.") or (line.writer.by_torch and bool(message))
+    return Fragment(line) if of_a_job or _OF_DEVICES_OR_RANKS.search(message) else None
+
+
+_ASSERT = re.compile(
+    r"(?:block: \[[\d,]{1,40}\], thread|global id: \[[\d,]{1,40}\], local id): \[[\d,]{1,40}\],? "
+    r"(Assertion .{1,400} failed)|(: Assertion .{1,400} failed\.)$"
+)
+
+
+def _assert(line: Line, match: re.Match[str]) -> Fact:
+    # An assertion of a library on the host may fail because another process is gone.
+    return DeviceFault(line, f"device-side assert: {match[1]}") if match[1] else Aborting(line)
 
 
 SOURCES: tuple[Source, ...] = (
@@ -462,9 +513,26 @@ SOURCES: tuple[Source, ...] = (
                 "Python 3, with faulthandler",
             ),
             Message(
+                "the interpreter aborts",
+                ("Fatal Python error: Aborted",),
+                any_of("Fatal Python error: Aborted"),
+                aborting,
+                "Fatal Python error: Aborted",
+                "Python 3, with faulthandler",
+            ),
+            Message(
+                "an assertion failed, on a device or in a library",
+                ("Assertion ",),
+                _ASSERT,
+                _assert,
+                "../aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward: block: [0,0,0], "
+                "thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.",
+                "torch 1.0 to 2.15",
+            ),
+            Message(
                 "the C library found the memory of a process damaged",
                 _ALLOCATOR,
-                any_of(*_ALLOCATOR),
+                _DAMAGED,
                 _own_crash,
                 "double free or corruption (!prev)",
                 "glibc 2",
@@ -496,12 +564,12 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "an exception whose traceback was cut off",
-                tuple(f"]: {kind}: " for kind in _COMMON),
+                _COMMON,
                 None,
                 None,
-                "[rank1]: RuntimeError: Expected to have finished reduction in the prior iteration "
-                "before starting a new one.",
-                "torch 2.3 and newer put the rank before it",
+                "RuntimeError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:"
+                "1275, internal error, NCCL version 2.14.3",
+                "torch 1.0 to 2.15; newer ones put the rank before it",
             ),
         ),
     ),
