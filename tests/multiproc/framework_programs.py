@@ -237,6 +237,52 @@ if __name__ == "__main__":
 """
 )
 
+# Rank 1 hangs in the first attempt of each of two runs. Ray may start only the second one again.
+RAY_HANGS = (
+    _HEAD
+    + _RAY
+    + """
+import pathlib
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+
+from rankcall.integrations.ray_train import HangError, RaiseOnHang
+
+def train(config):
+    rank = ray.train.get_context().get_world_rank()
+    marks = pathlib.Path(os.environ["FOLDER"])
+    first = not (marks / f"{config['name']}-{rank}").exists()
+    (marks / f"{config['name']}-{rank}").touch()
+    model = prepare_model(torch.nn.Linear(8, 1))
+    for step in range(STEPS):
+        if first:
+            work(step, rank)
+        model(torch.randn(4, 8)).sum().backward()
+    keep(rank, model)
+
+def fit(name, max_failures):
+    return TorchTrainer(
+        train, train_loop_config={"name": name}, torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name=name, storage_path=os.getcwd() + "/results", callbacks=[RaiseOnHang()],
+            failure_config=FailureConfig(max_failures=max_failures),
+        ),
+    ).fit()
+
+if __name__ == "__main__":
+    start()
+    try:
+        fit("once", 0)
+    except HangError as error:
+        told = error.kind, error.ranks, error.summary, list(error.worker_failures)
+        os.write(1, f"hang {told}\\n".encode())
+    fit("twice", 1)
+    finish()
+"""
+)
+
 RAY_ACTORS = (
     _HEAD
     + _RAY

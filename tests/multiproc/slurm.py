@@ -25,7 +25,7 @@ CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire={credentials_s}
 CredType=cred/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -47,8 +47,12 @@ PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 
 
 @contextmanager
-def cluster() -> Iterator[dict[str, str]]:
-    """Start a cluster; yield what ``srun`` needs in its environment; end every daemon."""
+def cluster(credentials_s: int = 120) -> Iterator[dict[str, str]]:
+    """Start a cluster; yield what ``srun`` needs in its environment; end every daemon.
+
+    Credentials are valid for so many seconds, and so long a job waits that was put back into the
+    queue. 120 is Slurm's default.
+    """
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # the path of a socket must be short
     folder.chmod(0o755)
     daemons: list[subprocess.Popen[bytes]] = []
@@ -62,6 +66,7 @@ def cluster() -> Iterator[dict[str, str]]:
                 control_port=free_port(),
                 node_port=free_port(),
                 cpus=os.cpu_count(),
+                credentials_s=credentials_s,
             )
         )
         key = folder / "munge.key"

@@ -6,6 +6,7 @@ to name it, however the job was started.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ from framework_programs import (
     DEEPSPEED,
     RAY_ACTORS,
     RAY_CALLBACK,
+    RAY_HANGS,
     RAY_TRAIN,
     SCHEDULED,
     TRANSFORMERS,
@@ -296,6 +298,19 @@ def test_rays_callback_reports(place: Place) -> None:
     for rank in (0, 1):
         phases = set((folder / f"phases-{rank}").read_text().splitlines())
         assert phases == {"a report or checkpoint", "after: nothing"}
+
+
+def test_ray_takes_a_hang_for_a_failure(place: Place) -> None:
+    """``fit`` raises the verdict if Ray may not try again, and else ends well with new workers."""
+    job = Job(RAY_HANGS, ("{exec}", PYTHON, "job.py"), package="ray")
+    needs(job)
+    ended = place.start(job, "--hang-after=10", FAULT="hang")
+    assert ended.status == 0, ended.err
+    (hang,) = re.findall(r"^hang (.*)$", ended.out, re.MULTILINE)
+    kind, ranks, summary, failed = ast.literal_eval(hang)
+    assert (kind, ranks, failed) == ("missing", (1,), [1])
+    assert f"job.py:{line_of(RAY_HANGS, '# the hang')} in work" in summary
+    assert len(digests(ended)) == 2, ended.err
 
 
 def test_rays_callback_says_who_is_slow(place: Place) -> None:
