@@ -70,12 +70,16 @@ def line_text(site: CallSite) -> str:
     That is the user's line, if the call site has two. A file that was changed after the process
     began may not be the source of the running code.
     """
-    own = site.own
+    return text_at(site.own.file, site.own.line)
+
+
+def text_at(file: str, line: int) -> str:
+    """Return a line of source, as ``line_text`` does. It may wait for a disk."""
     with contextlib.suppress(OSError, ValueError):
-        if os.stat(own.file).st_mtime > _BEGAN:
+        if os.stat(file).st_mtime > _BEGAN:
             return ""
     try:
-        text = " ".join(linecache.getline(own.file, own.line).split())
+        text = " ".join(linecache.getline(file, line).split())
     except Exception:  # a loader of the user's may raise anything
         return ""
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

@@ -32,7 +32,16 @@ from rankcall.ring.layout import Header, read_header
 from rankcall.ring.tail import tail_of
 from rankcall.run.archive import pack
 from rankcall.run.exits import EXITS, STATES, describe_states, states_name
-from rankcall.run.hangs import STACKS, claim, hang_folders, next_free, stacks_in
+from rankcall.run.hangs import (
+    LINES,
+    STACKS,
+    add_lines,
+    claim,
+    hang_folders,
+    kept_lines,
+    next_free,
+    stacks_in,
+)
 from rankcall.run.paths import ATTEMPTS, HANGS, TAIL, files_in, ring_paths, tail_name
 from rankcall.run.unpack import unpack
 
@@ -127,7 +136,7 @@ def bundle_files(
             yield f"{EXITS}/{path.name}", path
     for kept in _verdicts(run_dir)[-1:]:
         place = kept.folder
-        names = ["verdict.json", "verdict.txt"]
+        names = ["verdict.json", "verdict.txt", LINES]
         ours = {f"rank-{header.rank:05d}.txt" for header in rings.values()}
         files = [place / name for name in names]
         files += [path for path in stacks_in(place) if path.name in ours]
@@ -200,6 +209,7 @@ def _keep_hangs(run_dir: Path, folder: Path) -> None:
             (place / STACKS).mkdir(mode=0o700, exist_ok=True)
             if not (place / STACKS / stack.name).exists():
                 shutil.copyfile(stack, place / STACKS / stack.name)
+        add_lines(place, kept_lines(source))
 
 
 def _verdicts(path: Path) -> list[Kept]:

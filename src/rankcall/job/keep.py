@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -11,12 +12,18 @@ from pathlib import Path
 from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.verdict import Verdict
+from rankcall.background import BackgroundCall
+from rankcall.capture.source_lines import text_at
 from rankcall.folders import run_folder
 from rankcall.job.news import is_news
-from rankcall.run.hangs import add_stacks, claim, fill, next_free
+from rankcall.run.frames import code_place
+from rankcall.run.hangs import add_lines, add_stacks, claim, fill, next_free
 from rankcall.run.paths import HANGS, make_live_dir
+from rankcall.whole_numbers import whole_number
 
 OfThisHang = Callable[[Verdict], bool]
+_MOST_LINES = 64  # whose source text is kept with a verdict
+_READ_S = 1.0  # for all of them: a rank may hang because the disk does that has the program
 
 
 def keep_verdict(
@@ -39,9 +46,30 @@ def keep_verdict(
         OSError: The verdict cannot be kept in either place.
     """
     try:
-        return _keep(run_dir, run_dir, verdict, stacks, of_this_hang)
+        place = _keep(run_dir, run_dir, verdict, stacks, of_this_hang)
     except OSError:
-        return _keep(run_dir, make_live_dir(run_dir), verdict, stacks, of_this_hang)
+        place = _keep(run_dir, make_live_dir(run_dir), verdict, stacks, of_this_hang)
+    if place is not None:
+        with contextlib.suppress(OSError):  # the verdict is kept, with or without them
+            add_lines(place, _lines_of(stacks))
+    return place
+
+
+def _lines_of(stacks: Mapping[int, str]) -> dict[str, str]:
+    """Return the source text of the lines at which ranks stand, as far as it can be read in time.
+
+    It is read now, because a reader of the run may have other files there, or none.
+    """
+    lines = sorted({code_place(stack).line for stack in stacks.values()} - {""})[:_MOST_LINES]
+    texts: dict[str, str] = {}
+
+    def read() -> None:
+        for line in lines:
+            file, _, number = line.rpartition(":")
+            texts[line] = text_at(file, whole_number(number) or 0)
+
+    BackgroundCall(read, "rankcall-lines").ended(_READ_S)
+    return {line: text for line, text in texts.copy().items() if text}
 
 
 def _keep(

@@ -5,6 +5,7 @@
     <run>/hangs/0001/verdict.json         as ``rankcall diagnose --json``, with an id and its origin
     <run>/hangs/0001/verdict.txt          the text that was printed
     <run>/hangs/0001/stacks/rank-00003.txt
+    <run>/hangs/0001/lines.json           the source text of the lines at which these ranks stood
     <run>/hangs/0001/over.json            after how many seconds the hang passed, if it did
 
 If the run directory cannot be written, for example because the disk is full, they are kept beside
@@ -29,7 +30,7 @@ from rankcall.run.paths import HANGS, files_in, trusted_live_dirs
 from rankcall.whole_numbers import whole_number
 
 STACKS = "stacks"
-_VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
+_VERDICT, _TEXT, _OVER, LINES = "verdict.json", "verdict.txt", "over.json", "lines.json"
 _NUMBER = re.compile("[0-9]{1,9}")  # the name of a verdict's folder
 _LONGEST_S = 1e9  # a longer hang is damage
 _MOST_HANG_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
@@ -38,6 +39,7 @@ _MOST_HANG_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 rank
 _FIRST_BYTES, _BYTES_OF_RANK = 1 << 23, 1 << 10
 _MOST_VERDICTS = 256  # that are read of a run, the newest ones
 _MOST_STACK_BYTES = 1 << 16  # of one rank: about 800 lines
+_MOST_LINES_BYTES = 1 << 16  # of source text: each line is cut to some 160 characters
 
 
 def hang_folders(path: Path) -> list[Path]:
@@ -119,6 +121,22 @@ def add_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
         (folder / STACKS).mkdir(mode=0o700, exist_ok=True)
     for rank, text in stacks.items():
         write_private(folder / STACKS / stack_name(rank), f"{text}\n".encode())
+
+
+def add_lines(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write source text, by ``file:line``, beside a verdict. Raises ``OSError``."""
+    if texts:
+        write_private(folder / LINES, json.dumps({**kept_lines(folder), **texts}).encode())
+
+
+def kept_lines(folder: Path) -> dict[str, str]:
+    """Return the source text beside a verdict, by ``file:line``; empty if it cannot be read."""
+    try:
+        texts = json.loads(_read(folder / LINES, _MOST_LINES_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    pairs = texts.items() if isinstance(texts, dict) else ()
+    return {line: text for line, text in pairs if isinstance(text, str)}
 
 
 def stack_name(rank: int) -> str:

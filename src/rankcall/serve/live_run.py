@@ -12,7 +12,7 @@ from rankcall.analysis.recent_figures import Figures, recent_figures
 from rankcall.analysis.run_reader import RunReader
 from rankcall.analysis.verdicts import diagnose, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
-from rankcall.analysis.verdicts.kept import kept_in, stacks_beside
+from rankcall.analysis.verdicts.kept import kept_in, lines_beside, stacks_beside
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
 from rankcall.run.live_jobs import chosen_run
@@ -29,11 +29,15 @@ _MOST_STACKS = 4096  # ranks of this host that are asked: each gets a signal
 
 @dataclass(frozen=True)
 class Stacks:
-    """Stacks by rank, and when they were dumped, as epoch seconds."""
+    """Stacks by rank, and when they were dumped, as epoch seconds.
+
+    ``lines``: the source text at which the ranks stood, by ``file:line``, if it was kept.
+    """
 
     by_rank: Mapping[int, str]
     epoch_s: float
     by_watcher: bool  # the job's own watcher kept them with its verdict; else a viewer asked
+    lines: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,4 +187,4 @@ def _stacks_of_watcher(verdicts: Sequence[Kept]) -> Stacks | None:
     newest = verdicts[-1]
     texts = stacks_beside(newest)
     epoch_s = newest.verdict.origin.epoch_ns / 1e9
-    return Stacks(texts, epoch_s, by_watcher=True) if texts else None
+    return Stacks(texts, epoch_s, True, lines_beside(newest)) if texts else None

@@ -78,7 +78,7 @@ def sections(look: Look, history: History) -> dict[str, str]:
     verdict = look.diagnosis
     if verdict is None:
         nothing = dict.fromkeys(SECTIONS, "")
-        return {**nothing, "verdict": parts.verdict(run_lines(look), title(look), [], [])}
+        return {**nothing, "verdict": parts.verdict(run_lines(look), title(look), [], [], {})}
     lines = lines_of(verdict)
     return {
         "verdict": parts.verdict(
@@ -86,6 +86,7 @@ def sections(look: Look, history: History) -> dict[str, str]:
             title(look),
             [item_of_finding(finding) for finding in verdict.findings],
             problem_lines(verdict),
+            {line: clean(text) for line, text in look.stacks.lines.items()} if look.stacks else {},
         ),
         "ranks": parts.ranks(grid(verdict, lines), places(verdict, lines)),
         "figures": parts.figures(charts(look, history), look.figures, look.state == LIVE),

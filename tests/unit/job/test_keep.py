@@ -22,8 +22,10 @@ from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in, whole_verdict
 from rankcall.analysis.verdicts.verdict import Verdict
+from rankcall.job import keep
 from rankcall.job.keep import keep_verdict, text_of
 from rankcall.job.news import is_news
+from rankcall.run.hangs import kept_lines
 from rankcall.run.paths import live_dir
 from rankcall.run.settle import settle
 
@@ -139,6 +141,62 @@ def test_the_stacks_of_other_nodes_are_added(tmp_path: Path) -> None:
     assert places == {tmp_path / "hangs/0001"}
     stacks = {file.name: file.read_text() for file in (tmp_path / "hangs/0001/stacks").iterdir()}
     assert stacks == {"rank-00002.txt": "of 2\n", "rank-00003.txt": "of 3\n"}
+
+
+def program(folder: Path, name: str) -> tuple[str, str]:
+    """Write a program that is older than this process; return its second line, and a stack."""
+    file = folder / name
+    file.write_text("import time\n    time.sleep(60)  #  no  answer\n")
+    os.utime(file, (1, 1))
+    return (
+        f"{file}:2",
+        f'  File "{file}", line 2 in load_batch\n  File "{file}", line 1 in <module>',
+    )
+
+
+def test_the_source_text_of_where_ranks_stood_is_kept(tmp_path: Path) -> None:
+    """Each node keeps that of its ranks, but none of a file that may not be what they run."""
+    verdict, texts = received_verdict(MISSING_AND_DESYNC, 5), {}
+    for rank, name in enumerate(("first.py", "second.py")):
+        line, stack = program(tmp_path, name)
+        place = keep_verdict(tmp_path / "run", verdict, {rank: stack}, any_verdict)
+        assert place is not None
+        texts[line] = "time.sleep(60) # no answer"
+        assert kept_lines(place) == texts
+    _, stack = program(tmp_path, "changed.py")
+    os.utime(tmp_path / "changed.py")
+    assert keep_verdict(tmp_path / "run", verdict, {2: stack}, any_verdict) == place
+    assert kept_lines(place) == texts
+
+
+def test_a_disk_that_has_the_program_and_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict and the stacks are kept without the source text."""
+    _, stack = program(tmp_path, "train.py")
+    answers = threading.Event()
+
+    def text_at(_file: str, _line: int) -> str:
+        answers.wait(100)
+        return "too late"
+
+    monkeypatch.setattr(keep, "text_at", text_at)
+    monkeypatch.setattr(keep, "_READ_S", 0.01)
+    try:
+        verdict = received_verdict(MISSING_AND_DESYNC, 5)
+        place = keep_verdict(tmp_path / "run", verdict, {0: stack}, any_verdict)
+    finally:
+        answers.set()
+    assert place is not None
+    assert (place / "stacks/rank-00000.txt").read_text() == f"{stack}\n"
+    assert kept_lines(place) == {}
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"train.py:7": 3}', b"[" * 100_000, b"\xff"])
+def test_damaged_source_text_is_none(raw: bytes, tmp_path: Path) -> None:
+    """The file is read as hostile."""
+    (tmp_path / "lines.json").write_bytes(raw)
+    assert kept_lines(tmp_path) == {}
 
 
 def test_no_verdicts(tmp_path: Path) -> None:

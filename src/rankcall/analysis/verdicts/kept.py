@@ -9,7 +9,14 @@ from pathlib import Path
 
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.verdict import Kept, Verdict
-from rankcall.run.hangs import hang_folders, kept_stacks, read_over, read_verdict, stacks_in
+from rankcall.run.hangs import (
+    hang_folders,
+    kept_lines,
+    kept_stacks,
+    read_over,
+    read_verdict,
+    stacks_in,
+)
 from rankcall.run.load import Run
 from rankcall.run.stack_text import tidy
 
@@ -35,6 +42,11 @@ def stacks_beside(kept: Kept) -> dict[int, str]:
     """Return the stacks that the watcher kept with a verdict, by rank."""
     stacks = kept_stacks(kept.folder, _MOST_STACKS)
     return {rank: tidy(text) for rank, text in stacks.items()}
+
+
+def lines_beside(kept: Kept) -> dict[str, str]:
+    """Return the source text of the lines at which the ranks stood, by ``file:line``."""
+    return kept_lines(kept.folder)
 
 
 def kept_of(run: Run) -> list[Kept]:

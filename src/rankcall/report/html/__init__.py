@@ -22,7 +22,7 @@ from rankcall.analysis.details import Details
 from rankcall.analysis.recoveries import PHASES
 from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kept import stacks_beside
+from rankcall.analysis.verdicts.kept import lines_beside, stacks_beside
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import ExtraMissingError
 from rankcall.printable import clean
@@ -63,12 +63,20 @@ def render(details: Details, findings: Sequence[Finding] = (), kept: Sequence[Ke
     script, style = asset("page.js"), asset("page.css")
     html: str = template.render(
         **_content(details, findings),
+        code=_code(details, kept),
         stacks=_stacks(findings, kept),
         script=script,
         style=style,
         script_digest=digest(script),
     )
     return html
+
+
+def _code(details: Details, kept: Sequence[Kept]) -> dict[str, str]:
+    """Return source text by ``file:line``: of call sites, and of where ranks stood in a hang."""
+    calls = {row.site.shown: row.code for row in details.summary.call_sites if row.code}
+    stood = lines_beside(kept[-1]) if kept else {}
+    return {line: clean(text) for line, text in {**stood, **calls}.items()}
 
 
 def _stacks(findings: Sequence[Finding], kept: Sequence[Kept]) -> dict[str, Any]:
@@ -158,7 +166,6 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "traffic": traffic,
         "sites": _sites(summary),
         "tree": _tree(details.site_tree),
-        "code": {row.site.shown: row.code for row in summary.call_sites if row.code},
         "more_sites": max(0, len(summary.call_sites) - _MOST_SITES),
         "collectives": summary.collectives[:_MOST_ROWS],
         "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),

@@ -8,16 +8,23 @@ import pytest
 from diagnosing import any_verdict, causes, diagnose_calls, unfinished
 from worlds import MS, group_of, together
 
+from rankcall.analysis.details import detail
 from rankcall.analysis.verdicts import with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.encoding import verdict_object
+from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.cli import main
 from rankcall.job.keep import keep_verdict
 from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.report.html import render
 from rankcall.report.html.first_screen import item_of_finding, verdict_of_finding
 from rankcall.report.standing import rows
 from rankcall.report.top_lines import cells, lines_of
+from rankcall.run.hangs import add_lines, kept_lines
 from rankcall.run.load import load
+from rankcall.serve.history import History
+from rankcall.serve.live_run import Look, Stacks
+from rankcall.serve.view import sections
 
 WORLD = group_of(4)
 STACK = """\
@@ -122,3 +129,17 @@ def test_the_report_has_the_watchers_stacks(tmp_path: Path, missing: Diagnosis) 
     assert section.count("<summary>") == 2
     assert section.index("evaluate") < section.index("step")
     assert "3 ranks" in section
+
+
+def test_the_pages_have_the_text_of_the_culprits_line(tmp_path: Path, missing: Diagnosis) -> None:
+    """The report and the live page show it below the line, as text, if the watcher kept it."""
+    run = tmp_path / "run"
+    place = keep_verdict(run, missing, {2: STACK}, any_verdict)
+    assert place is not None
+    add_lines(place, {"/home/ada/train.py:77": "score = model(<b>)"})
+    stacks = Stacks({2: STACK}, 70.0, by_watcher=True, lines=kept_lines(place))
+    live = sections(Look("live", 70.0, diagnosis=missing, stacks=stacks), History())["verdict"]
+    report = render(detail(load(run)), missing.findings, kept_in(run))
+    for text in (report, live):
+        card = text[text.index("<dt>Where</dt>") :].partition("</div>")[0]
+        assert "score = model(&lt;b&gt;)" in card
