@@ -167,6 +167,23 @@ def test_lines_that_were_wrapped_after_they_were_collected(
     assert judged(path) == (kind, ranks)
 
 
+@pytest.mark.parametrize("width", [100, 120])
+@pytest.mark.parametrize("breaks", ["words", "columns"])
+def test_a_wrapped_incident_is_no_healthy_job(tmp_path: Path, width: int, breaks: str) -> None:
+    """However short a log is, a wrapped message is found, and no other rank is named for it."""
+    path = tmp_path / "job.log"
+    for name, case in INCIDENTS.items():
+        if case.open:
+            continue
+        path.write_text("\n".join(case.lines) + "\n")
+        plain = judged(path)
+        parts = [part for line in case.lines for part in wrapped(line, width, breaks)]
+        path.write_text("\n".join(parts))
+        kind, ranks = judged(path)
+        assert kind != "nothing_found", name
+        assert set(ranks) <= set(plain[1]), name
+
+
 # Collector, log, width and breaks, whose rests looked like lines of their own, for one reason each.
 HARD_TO_JOIN = [
     ("json log", "gloo-kill", 80, "columns"),  # the rest of a record begins with a date

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rankcall.imports.logs.prefixes import Prefixes, plain
@@ -131,15 +131,22 @@ def wrapping_of(runs: Iterable[Sequence[RawLine]], prefixes: Prefixes) -> Wrappi
 
 
 def _breaks_at_words(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
-    """Whether lines that are not full go on below. Of a terminal's lines, only full ones do."""
+    """Whether lines that are not full go on below. Of a terminal's lines, only full ones do.
+
+    A message that is complete only with a space between its parts, or only without, tells, too.
+    """
     full = others = 0
+    by_columns = replace(wrapping, at_words=False)
     for run in runs:
         for index, (line, following) in enumerate(pairwise(run)):
             if following.text[:1].isspace() or not wrapping.goes_on(line.text, following.text):
                 continue
+            is_proven = wrapping.completes(run, index)
             if len(line.text) == wrapping.width:
+                if is_proven != by_columns.completes(run, index):
+                    return is_proven
                 full += 1
-            elif wrapping.completes(run, index):
+            elif is_proven:
                 return True
             else:
                 others += 1
