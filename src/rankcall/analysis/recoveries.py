@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from rankcall.analysis.attempts import Attempts, attempts_of
 from rankcall.ring.reader import Ring
 from rankcall.run.recoveries import AttemptEnd, AttemptStart, Recoveries, read_recoveries
 
@@ -52,6 +53,7 @@ class Carried:
 
     recoveries: Sequence[Recovery] = ()
     elapsed_s: float = 0.0
+    attempts: Attempts = field(default_factory=Attempts)
 
     @property
     def down_s(self) -> float | None:
@@ -118,7 +120,7 @@ class FirstMoments:
         ]
         first_ns = starts[0].epoch_ns if starts else 0
         elapsed_s = max(0, self._last_ns - first_ns) / 1e9 if first_ns else 0.0
-        return Carried(recoveries, elapsed_s)
+        return Carried(recoveries, elapsed_s, attempts_of(run_dir, self._last_ns))
 
     def _phases(self, end: AttemptEnd, starts: Sequence[AttemptStart]) -> tuple[float | None, ...]:
         later = [start for start in starts if start.epoch_ns >= end.stopped_ns]

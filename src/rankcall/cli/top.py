@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from rankcall.analysis.attempts import Attempts, attempts_of
 from rankcall.analysis.looks import look
 from rankcall.analysis.snapshot import threads_in_calls
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
@@ -55,18 +56,26 @@ def command(
     opened = open_run(run, attempt)
     diagnosis = look(opened, hang_after)
     if once or not sys.stdout.isatty():
-        _print(diagnosis)
+        _print(opened, diagnosis)
     else:
         diagnosis = _follow(opened, attempt, hang_after, interval, diagnosis)
     exit_with(diagnosis)
 
 
-def _print(diagnosis: Diagnosis) -> None:
-    console = console_for_result()
+def _print(run: Run, diagnosis: Diagnosis) -> None:
+    console, attempts = console_for_result(), _attempts(run, diagnosis)
     if console.is_terminal:
-        console.print(top.view(diagnosis, console.width))
+        console.print(top.view(diagnosis, console.width, attempts=attempts))
     else:
-        sys.stdout.write(top.render(diagnosis, console.width))
+        sys.stdout.write(top.render(diagnosis, console.width, attempts))
+
+
+def _attempts(run: Run, diagnosis: Diagnosis) -> Attempts:
+    """Return the attempts of the job until now, or until its last sign of life."""
+    signs = [head.header.last_sign_epoch_ns for head in run.heads]
+    return attempts_of(
+        run.path, time.time_ns() if diagnosis.snapshot.live else max(signs, default=0)
+    )
 
 
 def _follow(
@@ -91,7 +100,15 @@ def _follow(
             began = time.monotonic()
             while True:
                 lines = stack.lines(run, diagnosis, choice)
-                live.update(top.view(diagnosis, console.width, _NOTE, choice, lines), refresh=True)
+                shown = top.view(
+                    diagnosis,
+                    console.width,
+                    _NOTE,
+                    choice,
+                    lines,
+                    _attempts(run, diagnosis),
+                )
+                live.update(shown, refresh=True)
                 pressed = pressed_within(max(0.0, interval - (time.monotonic() - began)))
                 for key in pressed:
                     if key in (QUIT, "Q") and not choice.typing:
@@ -102,7 +119,7 @@ def _follow(
             again = load(run.source)
             run = again if attempt is None else again.only(attempt)
             diagnosis = look(run, hang_after)
-    _print(diagnosis)
+    _print(run, diagnosis)
     return diagnosis
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rankcall.analysis.attempts import Attempt
 from rankcall.analysis.gaps import Gap
 from rankcall.analysis.recoveries import PHASES, Recovery
 from rankcall.analysis.summary import Summary, size_name
@@ -44,6 +45,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "comm_share": _comm_share(summary),
         "joins": [asdict(join) for join in summary.joins],
         "recoveries": [_recovery(recovery) for recovery in summary.carried.recoveries],
+        "attempts": [_attempt(attempt) for attempt in summary.carried.attempts.attempts],
         "goodput": summary.carried.goodput,
         "findings": [finding_object(finding) for finding in findings],
         "dropped": summary.dropped,
@@ -130,6 +132,18 @@ def _collectives(summary: Summary) -> list[Object]:
 
 def _gap(gap: Gap) -> Object:
     return {**vars(gap), "after": gap.after.shown, "before": gap.before.shown}
+
+
+def _attempt(attempt: Attempt) -> Object:
+    end = attempt.end
+    return {
+        "restart": attempt.restart,
+        "began_epoch_ns": attempt.began_ns,
+        "worked_until_epoch_ns": attempt.worked_until_ns,
+        "kind": end.signature.kind if end is not None else None,
+        "culprits": list(end.culprits) if end is not None else [],
+        "decision": end.decision if end is not None else None,
+    }
 
 
 def _recovery(recovery: Recovery) -> Object:

@@ -19,6 +19,7 @@ from rankcall.analysis.summary import LateArrivals, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.printable import clean
 from rankcall.ranks import format_ranks, with_noun
+from rankcall.report.attempts_line import bar, in_words
 from rankcall.report.fitting import cut, fitted, listed
 from rankcall.report.formatting import (
     INDENT,
@@ -84,6 +85,10 @@ def _sections(
     summary: Summary, first: Headline, room: int, *, stopped: bool
 ) -> Iterator[tuple[str, RenderableType]]:
     yield "What ran where", _facts(summary, room, stopped=stopped)
+    attempts = summary.carried.attempts
+    if len(attempts.attempts) > 1:
+        line = Text(f"{bar(attempts, room)}\n{cut(in_words(attempts), room)}")
+        yield "All attempts (pale: nothing went on)", line
     if summary.carried.recoveries:
         yield "Recoveries, and where the time of each went", _recoveries(summary.carried, room)
     if not summary.collectives:

@@ -11,10 +11,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rankcall.analysis.attempts import Attempts
 from rankcall.analysis.snapshot import END_UNKNOWN, LEFT
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import duration
 from rankcall.printable import clean
+from rankcall.report.attempts_line import bar, in_words
 from rankcall.report.fitting import cut
 from rankcall.report.formatting import as_text, digits, percent, plural, wrapped
 from rankcall.report.going import LONG
@@ -26,9 +28,9 @@ _ROWS, _FEW_ROWS = 12, 4  # rows of ranks; fewer make room for a stack
 _STYLES = {"": "dim", LEFT: "dim", END_UNKNOWN: "italic cyan"}
 
 
-def render(verdict: Verdict, width: int = 80) -> str:
+def render(verdict: Verdict, width: int = 80, attempts: Attempts | None = None) -> str:
     """Return the view as plain text."""
-    return as_text(lambda console: console.print(view(verdict, width)), width)
+    return as_text(lambda console: console.print(view(verdict, width, attempts=attempts)), width)
 
 
 def view(
@@ -37,6 +39,7 @@ def view(
     note: str = "",
     choice: Choice | None = None,
     stack: Sequence[str] = (),
+    attempts: Attempts | None = None,
 ) -> RenderableType:
     """Return the view as something to print.
 
@@ -46,9 +49,14 @@ def view(
         note: A line at the foot.
         choice: The order, the filter and the row that the user chose.
         stack: The lines of the stack that the user wants to see.
+        attempts: The attempts of the job. One alone is not shown.
     """
     choice = choice or Choice()
-    parts: list[RenderableType] = [_head(verdict, width), Text(), _verdict(verdict, width), Text()]
+    parts: list[RenderableType] = [_head(verdict, width)]
+    if attempts is not None and len(attempts.attempts) > 1:
+        parts.append(Text(bar(attempts, width)))
+        parts.append(Text(cut(in_words(attempts), width), "dim"))
+    parts += [Text(), _verdict(verdict, width), Text()]
     if choice.help:
         parts += [Text(f"{keys.ljust(40)} {does}") for keys, does in HELP]
     else:

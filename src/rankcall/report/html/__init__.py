@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall._version import __version__
+from rankcall.analysis.attempts import Attempts
 from rankcall.analysis.call_sites import SiteBranch
 from rankcall.analysis.details import Details
 from rankcall.analysis.recoveries import PHASES
@@ -27,6 +28,7 @@ from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import ExtraMissingError
 from rankcall.printable import clean
 from rankcall.ranks import with_noun
+from rankcall.report.attempts_line import in_words
 from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts
 from rankcall.report.html.curves import curves
@@ -173,11 +175,27 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "stragglers": summary.stragglers,
         "recoveries": summary.carried.recoveries[-_MOST_RECOVERIES:],
         "more_recoveries": max(0, len(summary.carried.recoveries) - _MOST_RECOVERIES),
+        "attempts": _attempts(summary.carried.attempts),
         "phases": PHASES,
         "goodput": summary.carried.goodput,
         "is_waiting_known": summary.sources.is_waiting_known,
         "data": _data(details, columns, moments, maps, traffic),
     }
+
+
+def _attempts(known: Attempts) -> dict[str, Any] | None:
+    """Return the line of time: where nothing went on, in per cent of it; None without restarts."""
+    length = known.until_ns - known.began_ns
+    if len(known.attempts) < 2 or length <= 0:
+        return None
+    downs = [
+        {
+            "left": (begin - known.began_ns) / length * 100,
+            "width": (end - begin) / length * 100,
+        }
+        for begin, end in known.downs_ns[-_MOST_RECOVERIES:]
+    ]
+    return {"downs": downs, "words": in_words(known)}
 
 
 def _data(
