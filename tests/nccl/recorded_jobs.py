@@ -146,3 +146,11 @@ def torch_version() -> tuple[int, int]:
     """Return the major and the minor number of the installed torch, without importing it."""
     major, minor = version("torch").split(".")[:2]
     return int(major), int(minor)
+
+
+# What torch's watchdog of NCCL writes if a call is late.
+TIMED_OUT = (
+    "Operation timed out after"
+    if torch_version() >= (2, 15)
+    else "Watchdog caught collective operation timeout"
+)

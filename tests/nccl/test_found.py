@@ -6,7 +6,8 @@ import json
 import time
 from typing import Any
 
-from recorded_jobs import RecordedJobs, torch_version
+import pytest
+from recorded_jobs import RecordedJob, RecordedJobs, torch_version
 
 
 def test_a_missing_rank(jobs: RecordedJobs, capture: str) -> None:
@@ -27,11 +28,7 @@ def test_a_missing_rank(jobs: RecordedJobs, capture: str) -> None:
             rows.filter(status="completed").height == 8 and rows.filter(rank=0, seq=5).height == 1
         )
     )
-    found = []
-    while not found:  # a call on a device is young for two seconds, however short the threshold
-        assert time.monotonic() < job.job.deadline
-        written = job.command("diagnose", "--json", "--hang-after", "0.2").stdout
-        found = json.loads(written)["findings"]
+    found = _first_found(job)["findings"]
     assert [(one["kind"], one["ranks"]) for one in found] == [("missing", [1])]
     job.tell("end")
     job.job.succeed()
@@ -77,6 +74,55 @@ def test_a_rank_that_does_not_come_to_a_batch(jobs: RecordedJobs, capture: str) 
     job.job.succeed()
 
 
+# What hangs, and on which rank, while the other one does not come.
+HUNG = {"collective": (0, "dist.all_reduce(x)"), "message": (1, "message()")}
+
+
+@pytest.mark.parametrize("hung", HUNG)
+def test_a_group_with_collectives_and_messages(jobs: RecordedJobs, capture: str, hung: str) -> None:
+    """While all ranks do something else, no call is said to hang; then, the one that does is named.
+
+    The back end counts collectives and messages apart, and a status has one number for both.
+    """
+    waiting, code = HUNG[hung]
+    job = jobs.start(
+        2,
+        f"""
+        init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
+        def message(): (dist.send if rank == 0 else dist.recv)(y, 1 - rank)
+        for _ in range(20): dist.all_reduce(x); message()
+        torch.cuda.synchronize(); wait_told("hang")
+        if rank == {waiting}: {code}
+        wait_told("end"); os._exit(0)
+        """,
+        RANKCALL_CAPTURE=capture,
+    )
+    job.wait_for(lambda rows: rows.filter(status="completed").height == 80)
+    found = _first_found(job)
+    assert [(one["kind"], one["ranks"]) for one in found["findings"]] == [("no_progress", [])]
+    assert [row["stands"] for row in found["ranks"]] == ["left", "left"]
+    job.tell("hang")
+    job.wait_for(lambda rows: rows.height == 81)
+    found = _first_found(job)
+    (one,) = found["findings"]
+    assert (one["kind"], one["ranks"], one["victims"]) == ("missing", [1 - waiting], [waiting])
+    assert (one["op"], one["seq"]) == ("all_reduce" if hung == "collective" else "recv", 21)
+    job.tell("end")
+    job.job.succeed()
+
+
+def _first_found(job: RecordedJob) -> dict[str, Any]:
+    """Return the first diagnosis that finds anything.
+
+    A call on a device is young for two seconds, however short the threshold.
+    """
+    found: dict[str, Any] = {"findings": []}
+    while not found["findings"]:
+        assert time.monotonic() < job.job.deadline
+        found = json.loads(job.command("diagnose", "--json", "--hang-after", "0.2").stdout)
+    return found
+
+
 def test_a_call_left_out_before_one_of_another_group(jobs: RecordedJobs) -> None:
     """Rank 1 leaves out a call of its pair, and its host waits in the next call of all ranks.
 
@@ -94,11 +140,7 @@ def test_a_call_left_out_before_one_of_another_group(jobs: RecordedJobs) -> None
         """,
     )
     job.wait_for(lambda rows: rows.filter(status="completed").height == 18 and rows.height == 23)
-    found: list[dict[str, Any]] = []
-    while not found:
-        assert time.monotonic() < job.job.deadline
-        written = job.command("diagnose", "--json", "--hang-after", "0.2").stdout
-        found = json.loads(written)["findings"]
+    found = _first_found(job)["findings"]
     assert [(one["kind"], one["ranks"], one["victims"]) for one in found] == [
         ("deadlock", [0, 1], [2, 3])
     ]

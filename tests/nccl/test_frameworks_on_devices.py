@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
-from recorded_jobs import RecordedJobs, torch_version
+from recorded_jobs import TIMED_OUT, RecordedJobs
 
-# What torch's watchdog writes.
-TIMED_OUT = (
-    "Operation timed out after"
-    if torch_version() >= (2, 15)
-    else "Watchdog caught collective operation timeout"
-)
 # Five steps of a model of two layers; `wrap` makes it parallel.
 TRAIN = """
 from torch import nn
@@ -133,46 +123,6 @@ def test_a_graph_is_captured_and_replayed(jobs: RecordedJobs, capture: str) -> N
         assert of_rank["completed_ns"].is_null().to_list() == [False, False, True, False]
     job.tell("end")
     job.job.succeed()
-
-
-def test_dumps_of_a_real_watchdog_name_the_missing_rank(jobs: RecordedJobs, tmp_path: Path) -> None:
-    """torch's watchdog times out and writes its dumps; a diagnosis of them alone names rank 1.
-
-    That of torch 2.15 writes one on the rank that timed out alone, so rank 1 has none.
-    """
-    count = 1 if torch_version() >= (2, 15) else 2
-    dumps = tmp_path / "dumps"
-    dumps.mkdir()
-    prefix = str(dumps / "nccl_trace_rank_")
-    job = jobs.start(
-        2,
-        """
-        rankcall.disable()
-        init(timeout=8); x = torch.ones(4, device="cuda")
-        for count in range(5):
-            if count < 4 or rank == 0: dist.all_reduce(x); torch.cuda.synchronize()
-        wait_told("end"); os._exit(0)
-        """,
-        TORCH_FR_BUFFER_SIZE="100",
-        TORCH_NCCL_DUMP_ON_TIMEOUT="1",
-        TORCH_FR_DUMP_TEMP_FILE=prefix,
-        TORCH_NCCL_DEBUG_INFO_TEMP_FILE=prefix,
-    )
-    job.job.wait_for(TIMED_OUT, 0)
-    while len(list(dumps.iterdir())) < count:
-        assert time.monotonic() < job.job.deadline, job.job.report()
-        time.sleep(0.1)
-    job.tell("end")
-    job.job.wait()
-    done = subprocess.run(
-        [sys.executable, "-m", "rankcall", "diagnose", str(dumps), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    found = json.loads(done.stdout)["findings"]
-    assert [(one["kind"], one["ranks"]) for one in found] == [("missing", [1])], done.stdout
 
 
 def test_the_watcher_speaks_beside_torchs_watchdog(jobs: RecordedJobs, capture: str) -> None:

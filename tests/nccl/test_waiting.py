@@ -78,4 +78,6 @@ def test_issue_times_are_no_waiting(jobs: RecordedJobs, slow: bool) -> None:
     assert found["run"]["waiting_ms"] is None
     assert {row["caused_wait_ms"] for row in found["stragglers"]} == {None}
     assert found["comm_share"]["overall"] is None
+    for table in ("collectives", "call_sites"):  # nor do calls take no time in all
+        assert {row["total_ms"] for row in found[table]} == {None}
     assert found["headline"] == "How long the ranks wait for each other is not known."

@@ -22,6 +22,7 @@ from rankcall.analysis.snapshot import (
     Bools,
     Calls,
     Snapshot,
+    end_unknown,
     failed_for_good,
     invalid_calls,
     unfinished,
@@ -130,6 +131,8 @@ def hang_evidence(
     hung = in_flight & (lasted >= allowed)
     if hung.any():
         hung = in_flight & (lasted >= allowed * _BESIDE)
+    if snapshot.live:
+        hung &= ~_may_be_over(calls)
     hung |= failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
     if endless is not None:
@@ -266,6 +269,24 @@ def _limit(
         since = np.full(queues, np.inf)
         np.fmin.at(since, queue, went_on)
         lasted[rows] = np.minimum(lasted[rows], since[queue[rows]])
+
+
+def _may_be_over(calls: Calls) -> Bools:
+    """Return which calls in flight may have ended, since the end of one of them may have.
+
+    No view says of a rank that it is in a call whose end may not have been noticed yet, so no
+    verdict may say so either. A collective that a member has only just issued may end for all.
+    """
+    unknown = end_unknown(calls) & unfinished(calls)
+    if not unknown.any():
+        return unknown
+    of_group = np.stack([calls["kind"], calls["group"], calls["seq"].astype(np.int64)])
+    _, which = np.unique(of_group, axis=1, return_inverse=True)
+    which = which.ravel()
+    with_another = np.zeros(int(which.max()) + 1, bool)
+    with_another[which[unknown & (calls["kind"] == COLLECTIVE)]] = True
+    over: Bools = unknown | with_another[which]
+    return over
 
 
 def _left_behind(snapshot: Snapshot) -> Bools:

@@ -93,6 +93,31 @@ def test_a_device_that_has_not_started(tmp_path: Path) -> None:
     assert "train.py:7" in finding.summary
 
 
+@pytest.mark.parametrize("last", [0, 4])
+def test_a_verdict_does_not_speak_of_ends_that_may_not_have_been_noticed(
+    tmp_path: Path, last: int
+) -> None:
+    """A verdict says of no rank that it is in a call that it may have left.
+
+    It speaks once the call is old enough on each member, and says what the ranks' positions say.
+    Rank 1 issues its calls ``last`` seconds after the others.
+    """
+    calls = [
+        replace(call, at=call.at + last * 1000 * MS)
+        if call.rank == 1 and call.seq >= HUNG
+        else call
+        for call in calls_on_devices((0, 2, 3))
+    ]
+    for seconds in (last + 1, last + 3):
+        folder = tmp_path / str(seconds)
+        diagnosis = diagnose_calls(folder, calls, states={}, seconds=seconds, hang_after=0.2)
+        if seconds == last + 1:
+            assert causes(diagnosis) == []
+        else:
+            assert causes(diagnosis) == [("missing", (1,))]
+            assert {(row.how, row.seq) for row in diagnosis.ranks} == {("in", HUNG)}
+
+
 @pytest.mark.parametrize(
     ("started", "told", "relation"),
     [
