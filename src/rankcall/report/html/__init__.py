@@ -39,6 +39,8 @@ from rankcall.report.time_sources import times_of_ops
 __all__ = ["render"]
 
 _MOST_SITES, _MOST_ROWS, _MOST_RECOVERIES = 200, 400, 100
+# Per cent of the line of attempts, about a pixel: a short pause in a long job is seen, too.
+_LEAST_WIDTH = 0.1
 _MOST_BRANCHES = 24  # at each level of the tree of call sites
 # What a line must not end in: an option, and a number with its unit.
 _WHOLE = re.compile(
@@ -190,8 +192,8 @@ def _attempts(known: Attempts) -> dict[str, Any] | None:
         return None
     downs = [
         {
-            "left": (begin - known.began_ns) / length * 100,
-            "width": (end - begin) / length * 100,
+            "left": min((begin - known.began_ns) / length * 100, 100 - _LEAST_WIDTH),
+            "width": max((end - begin) / length * 100, _LEAST_WIDTH),
         }
         for begin, end in known.downs_ns[-_MOST_RECOVERIES:]
     ]
