@@ -7,6 +7,8 @@ import json
 import polars as pl
 from recorded_jobs import RecordedJob, RecordedJobs
 
+import rankcall
+
 ENV = {"RANKCALL_CAPTURE": "native", "RANKCALL_DEVICE_TIMES": "1"}
 BEGIN = """
 init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
@@ -123,3 +125,148 @@ dist.all_reduce(x, async_op=True).wait()
         *failed, timed = times(rows, rank)
         assert failed == [None] * 3
         assert timed is not None
+
+
+# As many ops at a time as any test below has, so that their pairs of events are there. From then on
+# none can be made.
+NO_MORE_EVENTS = """
+for _ in range(8): dist.all_reduce(x)
+for _ in range(2): torch.cuda.synchronize(); dist.all_reduce(x)
+torch.cuda.synchronize(); counter.calls_fail_events(1)
+"""
+
+
+def test_events_are_used_again(counted_jobs: RecordedJobs) -> None:
+    """Once there are as many pairs as ops in flight, none is made.
+
+    Not for another stream, by another thread, after a group is destroyed, or beside Works that
+    nobody waits for.
+    """
+    job = counted_jobs.run(
+        2,
+        BEGIN
+        + "second = dist.new_group(); dist.all_reduce(x, group=second)\n"
+        + NO_MORE_EVENTS
+        + """
+side = torch.cuda.Stream()
+def issue():
+    torch.cuda.set_device(rank)
+    for _ in range(10): dist.all_reduce(x); torch.cuda.synchronize()
+for _ in range(10):
+    dist.all_reduce(x, async_op=True).wait(); torch.cuda.synchronize()
+    work = dist.all_reduce(x, async_op=True); torch.cuda.synchronize(); del work
+with torch.cuda.stream(side): issue()
+dist.destroy_process_group(second)
+thread = threading.Thread(target=issue); thread.start(); thread.join(60)
+assert not thread.is_alive()
+"""
+        + END,
+        **ENV,
+    )
+    for rank in (0, 1):
+        found = times(job.records(), rank)
+        assert None not in found[:11]
+        assert [one is None for one in found[11:31]] == [False, True] * 10
+        assert len(found) == 11 + 20 + 20
+        assert None not in found[31:]
+
+
+def test_events_outlive_a_recording(counted_jobs: RecordedJobs) -> None:
+    """A recording that is begun after another uses the events of that one."""
+    job = counted_jobs.run(
+        2,
+        BEGIN
+        + NO_MORE_EVENTS
+        + """
+rankcall.disable()
+rankcall.enable(os.environ["RANKCALL_RUN_DIR"] + "-later")
+dist.all_reduce(y)
+for _ in range(5): dist.all_reduce(x); torch.cuda.synchronize()
+"""
+        + END,
+        **ENV,
+    )
+    later = rankcall.load(f"{job.run_dir}-later").records
+    for rank in (0, 1):
+        assert None not in times(later, rank)
+        assert len(times(later, rank)) == 5
+
+
+def test_each_device_has_its_own_events(jobs: RecordedJobs) -> None:
+    """A process that uses two devices in turn times the ops of both."""
+    job = jobs.run(
+        1,
+        """
+init(); tensors = [torch.ones(64, device=f"cuda:{device}") for device in (0, 1)]
+for _ in range(6):
+    for tensor in tensors: dist.all_reduce(tensor)
+    for device in (0, 1): torch.cuda.synchronize(device)
+x = tensors[0]
+"""
+        + END,
+        **ENV,
+    )
+    rows = job.records().sort("index")
+    assert rows["device"].to_list() == ["cuda:0", "cuda:1"] * 6 + ["cuda:0"]
+    assert rows["device_ms"].is_null().to_list() == [False] * 12 + [True]
+
+
+def test_an_op_waited_for_on_another_stream_is_timed(jobs: RecordedJobs) -> None:
+    """Its time begins on the stream that issued it, and ends on the stream that waited for it."""
+    job = jobs.run(
+        2,
+        BEGIN
+        + """
+side = torch.cuda.Stream()
+for _ in range(3):
+    works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+    with torch.cuda.stream(side):
+        for work in works: work.wait()
+    dist.all_reduce(y)
+    torch.cuda.synchronize()
+"""
+        + END,
+        SIMULATED_DEVICES_LINK_GBS="0.00001",  # 13 ms for an op of 256 bytes, at the least
+        **ENV,
+    )
+    for rank in (0, 1):
+        found = times(job.records(), rank)
+        assert len(found) == 9
+        assert all(one is not None and one > 5 for one in found)
+
+
+def test_a_forked_child_leaves_events_alone(counted_jobs: RecordedJobs) -> None:
+    """It drops its copies of Works that nobody has waited for, and calls no more of CUDA for it.
+
+    torch destroys events of its own there.
+    """
+    program = (
+        BEGIN
+        + """
+if rank == 1: wait_told("forked")
+works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+if rank == 0:
+    child = os.fork()
+    if child == 0:
+        works.clear()
+        say("CHILD", json.dumps(sum(calls().values(), collections.Counter()))); os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    open(os.environ["JOB"] + "/forked", "w").close()
+works[0].wait()
+"""
+        + END
+    )
+    usual, timed = (
+        counted_jobs.run(2, program, **env) for env in ({"RANKCALL_CAPTURE": "off"}, ENV)
+    )
+    called = [
+        line
+        for job in (usual, timed)
+        for line in job.job.ranks[0].output.splitlines()
+        if line[:6] == "CHILD "
+    ]
+    assert len(called) == 2
+    assert called[0] == called[1]
+    waited, *nobody = times(timed.records(), 0)
+    assert waited is not None
+    assert nobody == [None, None]

@@ -93,10 +93,16 @@ void await_result(const Issued& issued, const c10::intrusive_ptr<c10::ivalue::Fu
       /*uses_future=*/false);
 }
 
+// A number that no other stream has; 0 if the stream is not known. Streams of a pool have small ids, and
+// those that were made elsewhere have an address for one. The default stream has 0.
+uint64_t stream_number(const std::optional<c10::Stream>& stream) {
+  return stream ? (static_cast<uint64_t>(stream->id()) << 8 | (stream->device_index() & 0x7f)) + 1 : 0;
+}
+
 // On a device: have the op's record ended by its Work's future, and note the op for
 // capture/device_status.py. An op that is captured into a graph does not run now, and its end cannot
 // be seen.
-void note_device_op(c10d::Work* work, torch::jit::Stack& stack, const Issued& issued) {
+void note_device_op(c10d::Work* work, torch::jit::Stack& stack, Issued& issued) {
   Recorder& recorder = *issued.recorder;
   const auto result = issued.captured ? nullptr : result_of(work);
   const int64_t number = number_of(work, issued);
@@ -104,13 +110,13 @@ void note_device_op(c10d::Work* work, torch::jit::Stack& stack, const Issued& is
   if (work && issued.span) {
     auto inner = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(work);
     stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(
-        c10::make_intrusive<TimedWork>(std::move(inner), issued.recorder, issued.span)));
+        c10::make_intrusive<TimedWork>(std::move(inner), issued.recorder, std::move(issued.span))));
   } else if (issued.span) {
-    recorder.device_times.end(issued.span);  // synchronous: the caller's stream stands behind it already
+    recorder.device_times.end(std::move(issued.span));  // synchronous: the caller's stream stands behind it already
   }
   // The note comes first: whoever takes the ends, and then the notes, has a note of each end.
   const DeviceOp noted_op{issued.index, issued.group, number,       issued.p2p, issued.block,
-                          result != nullptr, issued.stream, in_stream};
+                          result != nullptr, stream_number(issued.stream), in_stream};
   const bool noted = !issued.captured && recorder.device_ops.add(noted_op);
   if (!noted) abandon(recorder, issued.index, layout::kEnqueued);
   else if (result) await_result(issued, result);

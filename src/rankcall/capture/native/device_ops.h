@@ -43,10 +43,16 @@ class DeviceOps {
     }
   }
 
+  // The notes until now. There is room for as many until the next call, so that `add` seldom allocates.
   std::vector<DeviceOp> take() {
     std::vector<DeviceOp> taken;
+    try {
+      taken.reserve(taken_);
+    } catch (...) {  // no memory: `add` will ask for it
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     taken.swap(ops_);
+    taken_ = taken.size();
     return taken;
   }
 
@@ -89,6 +95,7 @@ class DeviceOps {
 
   std::mutex mutex_;
   std::vector<DeviceOp> ops_;
+  size_t taken_ = 0;  // by the last call of take()
   std::vector<uint64_t> ended_;
   // The ops whose records have not ended, by index + 1, each at its place. A set of all of them would
   // allocate at each issue. The few that are still open when their place is needed are in `older_`.

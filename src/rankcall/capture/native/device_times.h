@@ -4,10 +4,10 @@
 // waited for the op's Work: the stream then stands behind the op. Threads that issue later ops look
 // whether the oldest pair of each stream has been reached. No thread of ours touches a device, so
 // no device context is made and no thread's current device changes; an issuing thread whose stream
-// is being captured into a graph touches no event. Nothing is synchronised.
+// is being captured into a graph touches no event. Nothing is synchronised. A pair of events that has
+// been read is used again for a later op.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -39,82 +39,190 @@ inline std::optional<c10::Stream> stream_to_time(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
   if (!device.has_index()) device = guard.getDevice();
   const c10::Stream stream = guard.getStream(device);
-  if (is_capturing(guard, stream, 0)) return std::nullopt;
+  // CUDA cannot capture the default stream, and to ask about a stream torch sets the device twice.
+  const bool never_captured = device.is_cuda() && stream == c10::Stream(c10::Stream::DEFAULT, device);
+  if (!never_captured && is_capturing(guard, stream, 0)) return std::nullopt;
   return stream;
 }
 
+class Spans;
+
+// Two events, and the op that they are recorded around.
+struct Span {
+  Span(c10::Device device, Spans& home) : device(device), home(&home) {}
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+  ~Span() {
+    for (void* event : {begin, end})
+      if (event) guard().destroyEvent(event, device.index());
+  }
+
+  void record(void*& event, const c10::Stream& stream) {
+    guard().record(&event, stream, device.index(), c10::EventFlag::BACKEND_DEFAULT);
+  }
+  bool is_over() const { return guard().queryEvent(end); }
+  double ms_since(void* event) const { return guard().elapsedTime(event, end, device.index()); }
+
+  const c10::Device device;
+  Spans* const home;
+  void *begin = nullptr, *end = nullptr;  // made when they are first recorded
+  uint64_t index = 0;                     // of the op's record
+  std::optional<c10::Stream> stream;      // on which `begin` was recorded
+  uint64_t ends_before = 0;               // how many ends had been recorded on that stream by then
+  uint64_t number = 0;                    // of its own end among those of its stream
+
+ private:
+  c10::impl::VirtualGuardImpl guard() const { return c10::impl::VirtualGuardImpl(device.type()); }
+};
+
+// The spans of a process that wait for their next op. They belong to no recorder, so that a program
+// that turns recording on and off has no more of them than one that leaves it on.
+class Spans {
+ public:
+  struct GiveBack {
+    void operator()(Span* span) const noexcept {
+      Spans* spans = current().load();
+      if (span->home == spans) spans->give_back(span);
+      // Else it is a forked child's copy of its parent's, whose events the child must not touch.
+    }
+  };
+  using Owned = std::unique_ptr<Span, GiveBack>;
+
+  // The spans of this process; null until times are turned on, and again in a forked child.
+  static std::atomic<Spans*>& current() {
+    static std::atomic<Spans*> spans{nullptr};
+    return spans;
+  }
+
+  Owned take(c10::Device device) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto& free = free_[{device.type(), device.index()}];
+      if (!free.empty()) {
+        Owned span(free.back());
+        free.pop_back();
+        count_--;
+        return span;
+      }
+    }
+    return Owned(new Span(device, *this));
+  }
+
+ private:
+  void give_back(Span* span) noexcept {
+    try {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (count_ < kMost) {
+        free_[{span->device.type(), span->device.index()}].push_back(span);
+        count_++;
+        return;
+      }
+    } catch (...) {  // no memory
+    }
+    delete span;
+  }
+
+  // As many as a recorder times at once. A program may hold more Works that it has not waited for.
+  static constexpr size_t kMost = 1024;
+
+  std::mutex mutex_;
+  std::map<std::pair<c10::DeviceType, int>, std::vector<Span*>> free_;
+  size_t count_ = 0;
+};
+
 class DeviceTimes {
  public:
-  struct Span {
-    Span(c10::Device device, uint64_t index)
-        : device(device),
-          begin(device.type(), c10::EventFlag::BACKEND_DEFAULT),
-          end(device.type(), c10::EventFlag::BACKEND_DEFAULT),
-          index(index) {}
-    const c10::Device device;
-    c10::Event begin, end;
-    const uint64_t index;
-  };
-
   explicit DeviceTimes(Ring& ring) : ring_(ring) {}
 
-  void turn_on() { on_ = true; }
+  // With the GIL held.
+  void turn_on() {
+    if (!Spans::current().load()) Spans::current().store(new Spans);
+    spans_ = Spans::current().load();
+    on_ = true;
+  }
   uint64_t failures() const { return failures_.load(); }
 
-  // Record the first event. Null if times are off, the stream is captured, or too much is timed.
-  std::shared_ptr<Span> begin(c10::Device device, uint64_t index) noexcept {
+  // Record the first event. Null if times are off, or too much is timed.
+  Spans::Owned begin(const c10::Stream& stream, uint64_t index) noexcept {
     if (!on_) return nullptr;
+    Spans::Owned span;
     try {
-      const auto stream = stream_to_time(device);
-      if (!stream || !look()) return nullptr;
-      auto span = std::make_shared<Span>(stream->device(), index);
-      span->begin.record(*stream);
+      uint64_t ends_before;
+      if (!look(stream, ends_before)) return nullptr;
+      span = spans_->take(stream.device());
+      span->index = index;
+      span->stream = stream;
+      span->ends_before = ends_before;
+      span->record(span->begin, stream);
       return span;
     } catch (...) {
-      failed();
+      failed(std::move(span));
       return nullptr;
     }
   }
 
-  // Record the second event: the caller has waited for the op.
-  void end(const std::shared_ptr<Span>& span) noexcept {
+  // Record the second event on the stream of the first, which stands behind the op.
+  void end(Spans::Owned span) noexcept {
+    const c10::Stream stream = *span->stream;
+    end(std::move(span), stream);
+  }
+
+  // The same on the current stream, which the caller has had wait for the op.
+  void end_here(Spans::Owned span) noexcept {
     try {
-      const auto stream = stream_to_time(span->device);
-      if (!stream) return;
-      span->end.record(*stream);
-      std::lock_guard<std::mutex> lock(mutex_);
-      streams_[{span->device.index(), stream->id()}].timed.push_back(span);
-      timed_++;
+      if (const auto stream = stream_to_time(span->device)) end(std::move(span), *stream);
     } catch (...) {
-      failed();
+      failed(std::move(span));
     }
   }
 
  private:
   struct Stream {
-    std::deque<std::shared_ptr<Span>> timed;
-    std::shared_ptr<Span> last;  // the one that ended last
+    std::deque<Spans::Owned> timed;
+    Spans::Owned last;  // the one that ended last
+    uint64_t ends = 0;  // that were recorded
   };
 
-  // Look at the oldest op of each stream. False if too many are still to be seen.
-  bool look() {
+  void end(Spans::Owned span, const c10::Stream& stream) noexcept {
+    try {
+      span->record(span->end, stream);
+      std::lock_guard<std::mutex> lock(mutex_);
+      Stream& place = at(stream);
+      span->number = ++place.ends;
+      if (span->stream != stream) span->ends_before = 0;  // it says nothing about this stream
+      place.timed.push_back(std::move(span));
+      timed_++;
+    } catch (...) {
+      failed(std::move(span));
+    }
+  }
+
+  // Look at the oldest op of each stream. False if too many are still to be seen. Tells how many ends
+  // have been recorded on one stream.
+  bool look(const c10::Stream& stream, uint64_t& ends) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [id, stream] : streams_) {
-      while (!stream.timed.empty() && stream.timed.front()->end.query()) {
-        std::shared_ptr<Span> span = std::move(stream.timed.front());
-        stream.timed.pop_front();
+    for (auto& [id, place] : streams_) {
+      while (!place.timed.empty() && place.timed.front()->is_over()) {
+        Spans::Owned span = std::move(place.timed.front());
+        place.timed.pop_front();
         timed_--;
-        // The stream may have reached the op only when the one before had ended.
-        double ms = span->begin.elapsedTime(span->end);
-        if (stream.last) ms = std::min(ms, stream.last->end.elapsedTime(span->end));
+        double ms = span->ms_since(span->begin);
+        // The stream may have reached the op only when the one before had ended. If that one's end was
+        // recorded before this one's begin, the begin tells.
+        if (place.last && place.last->number > span->ends_before) ms = std::min(ms, span->ms_since(place.last->end));
         if (ms >= 0) ring_.note_device_ms(span->index, ms);
-        stream.last = std::move(span);
+        place.last = std::move(span);
       }
     }
+    ends = at(stream).ends;
     return timed_ < kMost;
   }
 
-  void failed() {
+  Stream& at(const c10::Stream& stream) { return streams_[{stream.device_index(), stream.id()}]; }
+
+  // A span whose events were refused is not used again.
+  void failed(Spans::Owned span) noexcept {
+    delete span.release();
     if (failures_.fetch_add(1) + 1 >= kMostFailures) on_ = false;
   }
 
@@ -125,6 +233,7 @@ class DeviceTimes {
   static constexpr uint64_t kMostFailures = 16;
 
   Ring& ring_;
+  Spans* spans_ = nullptr;
   std::atomic<bool> on_{false};
   std::atomic<uint64_t> failures_{0};
   std::mutex mutex_;

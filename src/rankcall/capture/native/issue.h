@@ -50,11 +50,8 @@ c10::intrusive_ptr<c10d::Backend> back_end_of(c10d::ProcessGroup& group, c10::De
 // Note the caller's stream, and whether it is being captured into a graph.
 void note_stream(c10::Device device, Issued& issued) noexcept {
   try {
-    const auto stream = stream_to_time(device);
-    issued.captured = !stream && c10::impl::hasDeviceGuardImpl(device.type());
-    // Streams of a pool have small ids, and those that were made elsewhere have an address for one.
-    // The default stream has 0.
-    if (stream) issued.stream = (static_cast<uint64_t>(stream->id()) << 8 | (stream->device_index() & 0x7f)) + 1;
+    issued.stream = stream_to_time(device);
+    issued.captured = !issued.stream && c10::impl::hasDeviceGuardImpl(device.type());
   } catch (...) {
   }
 }
@@ -126,14 +123,14 @@ void fill_call_site(Recorder& recorder, Record& record, uint64_t index) {
   record.correlation = correlation;
 }
 
-void write_record(Recorder& recorder, const Op& op, Record& record, Issued& issued, c10::Device device) {
+void write_record(Recorder& recorder, const Op& op, Record& record, Issued& issued) {
   fill_call_site(recorder, record, issued.index);
   issued.block = record.correlation;
   if (issued.on_device) record.flags |= layout::kFlagDevice;
   record.status = issued.on_device ? layout::kEnqueued : layout::kStarted;
   record.enqueued_ns = now_ns();
   if (!issued.on_device) record.started_ns = record.enqueued_ns;
-  if (issued.on_device && !issued.captured) issued.span = recorder.device_times.begin(device, issued.index);
+  if (issued.stream) issued.span = recorder.device_times.begin(*issued.stream, issued.index);
   if (Record* slot = recorder.ring.begin(issued.index)) {
     constexpr size_t kBody = offsetof(Record, seq);
     std::memcpy(reinterpret_cast<char*>(slot) + kBody, reinterpret_cast<char*>(&record) + kBody,
@@ -165,7 +162,7 @@ bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcep
     record.thread = this_thread().thread_id();
     record.step = recorder->ring.field<uint64_t>(layout::kStep).load(std::memory_order_relaxed);
     record.device_ms = std::nan("");
-    write_record(*recorder, op, record, issued, device);
+    write_record(*recorder, op, record, issued);
     return true;
   } catch (...) {  // an unforeseen argument: the user's op goes on without a record
     abandon(*recorder, issued.index);

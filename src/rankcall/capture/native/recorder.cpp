@@ -267,6 +267,7 @@ void in_forked_child() {
   g_forks.fetch_add(1);
   g_active.store(nullptr);
   g_sleeping.store(0);
+  Spans::current().store(nullptr);
   this_thread().id = 0;
 }
 

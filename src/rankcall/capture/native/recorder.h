@@ -134,11 +134,11 @@ struct Issued {
   Recorder* recorder = nullptr;
   uint64_t index = 0;
   std::shared_ptr<Group> receiver;  // the group of a receive from any source, which is counted at its end
-  std::shared_ptr<DeviceTimes::Span> span;
+  Spans::Owned span;
   c10::intrusive_ptr<c10d::Backend> back_end;  // of a collective on a device, for the time of the call
   int64_t tag = 0;
   uint64_t block = 0;  // the correlation number of its record
-  uint64_t stream = 0;  // on a device: the caller's, under a number that no other has; 0: not known
+  std::optional<c10::Stream> stream;  // on a device: the caller's; none if it is captured, or not known
   uint32_t group = 0;
   bool p2p = false;
   bool is_synchronous = false;  // the caller's argument async_op is false

@@ -92,18 +92,18 @@ class WaitedWork final : public WorkProxy {
 // For an op on a device that is timed: once it was waited for, the caller's stream stands behind it.
 class TimedWork final : public WorkProxy {
  public:
-  TimedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder* recorder, std::shared_ptr<DeviceTimes::Span> span)
+  TimedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder* recorder, Spans::Owned span)
       : WorkProxy(std::move(inner)), recorder_(recorder), span_(std::move(span)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     const bool result = WorkProxy::wait(timeout);
-    if (!over_.exchange(true) && !recorder_->is_inherited()) recorder_->device_times.end(span_);
+    if (!over_.exchange(true) && !recorder_->is_inherited()) recorder_->device_times.end_here(std::move(span_));
     return result;
   }
 
  private:
   Recorder* const recorder_;
-  const std::shared_ptr<DeviceTimes::Span> span_;
+  Spans::Owned span_;
   std::atomic<bool> over_{false};
 };
 
