@@ -443,7 +443,9 @@ class Dispatcher:
         began = time.monotonic()
         with self._lock:
             recordings = [source.recording for source in self.sources]
-        while known_after_s := max((each.look_at_devices() for each in recordings), default=0.0):
+        while known_after_s := max(
+            (recording.look_at_devices() for recording in recordings), default=0.0
+        ):
             if time.monotonic() >= min(deadline, began + known_after_s):
                 return
             time.sleep(_LOOK_SECONDS)
