@@ -51,6 +51,8 @@ def test_a_rank_whose_stacks_are_read_is_not_stopped(jobs: RecordedJobs, capture
     job = jobs.start(2, watch + HANG, RANKCALL_CAPTURE=capture)
     for rank in (0, 1):
         job.job.wait_for("hangs", rank)
+    # A process that is held notes no more ends, and the end of a call may be noted a moment late.
+    job.wait_for(lambda rows: rows.filter(status="completed").height >= 8)
     pid = job.job.ranks[0].pid
     tracer = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(pid)],
