@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from rankcall.analysis.snapshot import END_UNKNOWN
 from rankcall.analysis.verdicts.verdict import Lasting, Verdict
 from rankcall.analysis.verdicts.wording import duration
+from rankcall.ranks import with_noun
 from rankcall.report.formatting import digits, percent, plural
 
 LONG = 0.1  # of the age at which a call counts as hung: from then on, people are told of it
@@ -50,8 +52,18 @@ def healthy(verdict: Verdict) -> str:
     if unknown:
         pronoun = "it" if unknown == 1 else "they"
         more += f" Of {plural(unknown, 'rank')} nobody noted how {pronoun} ended."
+    unclear = [
+        position.rank
+        for position in verdict.ranks
+        if position.how == END_UNKNOWN and position.process.exit is None
+        if not (position.process.closed or position.process.ended_by_launcher)
+    ]
+    if unclear:  # the ranks may have hung in these calls
+        calls = "calls" if len(unclear) > 1 else "call"
+        more += f" Nobody knows whether the last {calls} of {with_noun(unclear)} ended."
     whole = plural(len(verdict.ranks), "rank")
-    return f"healthy: {ended:,} of {whole} ended well{speed}.{more}"
+    found = "nothing found" if unclear else "healthy"
+    return f"{found}: {ended:,} of {whole} ended well{speed}.{more}"
 
 
 def _longest(call: Lasting | None, hang_after: float) -> str:

@@ -72,7 +72,8 @@ def title(look: Look) -> FirstScreen:
     )
     count = plural(whole, "rank")
     if look.state == ENDED:
-        return FirstScreen("The job has ended", text.removeprefix("healthy: ").capitalize(), False)
+        how = text.removeprefix("healthy: ").removeprefix("nothing found: ")
+        return FirstScreen("The job has ended", how.capitalize(), False)
     if text.startswith("nothing found yet"):
         return FirstScreen("Nothing found yet", text.partition(": ")[2].capitalize(), False)
     title = f"Healthy: {'the rank goes' if whole == 1 else f'all {count} go'} on"

@@ -1,7 +1,7 @@
 """Dumps of all ranks in one file, and dumps of back ends that torch records for.
 
 ``tests/flight-recorder`` has what torch 2.15 wrote on simulated devices: rank 2 of 3 did not come
-to the fifth all_reduce of the world.
+to the fifth all_reduce of the world; and rank 1 of 2 did not come to the fifth batch of messages.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 from dumps import T0, Fault, dump_of, simulate
 
+from rankcall.analysis.snapshot import END_UNKNOWN
 from rankcall.analysis.verdicts import diagnose
 from rankcall.errors import CorruptRunError
 from rankcall.imports.dumps.records import records_of
 from rankcall.problems import texts
 from rankcall.record import FLAG_ABANDONED, FLAG_NOT_STARTED
+from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.run.load import load
 
 REAL = Path(__file__).parents[2] / "flight-recorder"
 NCCL2 = REAL / "nccl2-2.15.json"
+BATCHES = REAL / "nccl2-2.15-batch.json"
 TABLES = "fr_trace_20261125_173006.txt"
 Dumps = dict[str, dict[str, Any]]
 
@@ -100,6 +103,22 @@ def test_dumps_without_any_call(tmp_path: Path) -> None:
 def test_what_torch_recorded_for_nccl2() -> None:
     """Torch 2.15's dump on simulated devices: rank 2 had not come to all_reduce #5."""
     assert cause(NCCL2) == ("missing", (2,), 5)
+
+
+def test_ends_of_batches_that_torch_noted_at_their_issue(tmp_path: Path) -> None:
+    """Torch 2.15's dump on simulated devices: rank 1 had not come to the last batch of rank 0.
+
+    The dump has all batches as complete, so which of them hang is not known, and nothing is called
+    healthy. The all_reduce before them ended in full sight.
+    """
+    diagnosis = diagnose(load(BATCHES))
+    assert [position.how for position in diagnosis.ranks] == [END_UNKNOWN, END_UNKNOWN]
+    assert any("a batch of sends and receives" in text for text in diagnosis.problems)
+    text = diagnosis_text(diagnosis)
+    assert text.startswith("nothing found: ")
+    assert "Nobody knows whether the last calls of ranks 0-1 ended" in " ".join(text.split())
+    records = load(BATCHES).records
+    assert set(records.filter(op="all_reduce")["status"]) == {"completed"}
 
 
 def test_a_start_that_is_noted_with_the_end_says_nothing() -> None:

@@ -393,8 +393,9 @@ def _judge_endless(ranks: Sequence[_Rank], problems: list[Problem], budget: Budg
     dumps = {rank.rank: rank for rank in ranks}
     if any(rank.content.endless.any() for rank in ranks):
         text = (
-            "a back end of this job does not tell when an op has ended: only calls that a member "
-            "had not issued are known to be in flight"
+            "a back end of this job does not tell when an op has ended, or (NCCL in torch 2.15) "
+            "when a batch of sends and receives has: of these, only collectives that a member had "
+            "not issued are known to be in flight"
         )
         problems.append(Problem(ProblemKind.LIMITED, text))
     for rank in ranks:
