@@ -127,10 +127,12 @@ dist.all_reduce(x, async_op=True).wait()
         assert timed is not None
 
 
-# As many ops at a time as any test below has, so that their pairs of events are there. From then on
-# none can be made.
+# More ops at a time than any test below has, so that their pairs of events are there: each keeps
+# its own until it was waited for. From then on none can be made.
 NO_MORE_EVENTS = """
-for _ in range(8): dist.all_reduce(x)
+works = [dist.all_reduce(x, async_op=True) for _ in range(8)]
+for work in works: work.wait()
+del work, works
 for _ in range(2): torch.cuda.synchronize(); dist.all_reduce(x)
 torch.cuda.synchronize(); counter.calls_fail_events(1)
 """
