@@ -62,8 +62,8 @@ def healthy(verdict: Verdict) -> str:
         calls = "calls" if len(unclear) > 1 else "call"
         more += f" Nobody knows whether the last {calls} of {with_noun(unclear)} ended."
     whole = plural(len(verdict.ranks), "rank")
-    found = "nothing found" if unclear else "healthy"
-    return f"{found}: {ended:,} of {whole} ended well{speed}.{more}"
+    verdict_words = "nothing found" if unclear else "healthy"
+    return f"{verdict_words}: {ended:,} of {whole} ended well{speed}.{more}"
 
 
 def _longest(call: Lasting | None, hang_after: float) -> str:
