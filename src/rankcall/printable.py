@@ -15,6 +15,7 @@ _STAND_INS = {
     **dict.fromkeys("▃▄▏▎▍▌", "-"),
     **dict.fromkeys("▅▆", "="),
     **dict.fromkeys("▇█▋▊▉", "#"),
+    **dict.fromkeys("▓▒░", "-"),
     **{
         "–": "-",
         "·": "|",

@@ -32,7 +32,7 @@ def test_a_python_from_a_relative_path_is_found_from_other_folders(
     assert python.program == tmp_path / "bin/python"
 
 
-def test_the_name_of_extension_modules_is_this_pythons_own(tmp_path: Path) -> None:
+def test_the_name_of_extension_modules_is_this_pythons_own() -> None:
     """It is made of the version and the processor, so that it is known for another processor."""
     python = Python.of(Path(sys.executable))
     (suffix,) = {os.path.basename(path).partition(".")[2] for path in extension_modules()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect, bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,12 +53,15 @@ class Attempts:
         length = self.until_ns - self.began_ns
         if length <= 0:
             return []
-        edges = [self.began_ns + length * part // parts for part in range(parts + 1)]
-        return [
-            sum(max(0, min(end, until) - max(begin, since)) for begin, end in self.downs_ns)
-            / max(1, until - since)
-            for since, until in pairwise(edges)
-        ]
+        edges = [length * part // parts for part in range(parts + 1)]
+        down_ns = [0] * parts
+        for begin, end in self.downs_ns:
+            begin, end = begin - self.began_ns, end - self.began_ns
+            # Only the parts that it touches: a hostile file can have thousands of attempts.
+            for part in range(bisect(edges, begin) - 1, bisect_left(edges, end)):
+                down_ns[part] += min(end, edges[part + 1]) - max(begin, edges[part])
+        lengths = [until - since for since, until in pairwise(edges)]
+        return [down / max(1, whole) for down, whole in zip(down_ns, lengths, strict=True)]
 
 
 def attempts_of(run_dir: Path, until_ns: int) -> Attempts:
@@ -102,13 +106,15 @@ def _one_after_the_other(agents: Sequence[Recoveries]) -> list[list[_Event]]:
 def _paired(agent: Recoveries) -> list[_Event]:
     starts = sorted(agent.starts, key=lambda start: start.epoch_ns)
     begins = [start.epoch_ns for start in starts[1:]] + [1 << 63]
-    return [
-        (
-            start,
-            next((end for end in agent.ends if start.epoch_ns <= end.noticed_ns < next_ns), None),
+    ends = sorted(agent.ends, key=lambda end: end.noticed_ns)
+    noticed = [end.noticed_ns for end in ends]
+    pairs: list[_Event] = []
+    for start, next_ns in zip(starts, begins, strict=True):
+        index = bisect_left(noticed, start.epoch_ns)
+        pairs.append(
+            (start, ends[index] if index < len(ends) and noticed[index] < next_ns else None)
         )
-        for start, next_ns in zip(starts, begins, strict=True)
-    ]
+    return pairs
 
 
 def _last_ns(start: AttemptStart, end: AttemptEnd | None) -> int:

@@ -29,6 +29,7 @@ FILE_VARIABLE = "RANKCALL_RECOVERIES"
 GAVE_UP = "gave_up"  # instead of a rule: torchrun's own limit of restarts was reached
 _MOST_BYTES = 1 << 24  # of one file; the rest is not read
 _MOST_LINE = 1 << 16  # characters
+_MOST_EVENTS = 4096  # of one file, the newest ones: no job is restarted so often
 _MOST_TEXT = 1024
 _MOST_RANKS = 64  # of the culprits that are kept
 _LIMIT = 1 << 62  # a larger number is damage
@@ -145,7 +146,7 @@ def read_file(path: Path) -> Recoveries:
             lines = file.read(_MOST_BYTES).splitlines()
     except OSError:
         return Recoveries(path)
-    for line in lines:
+    for line in lines[-_MOST_EVENTS:]:
         try:
             content = json.loads(line[:_MOST_LINE])
             if "start" in content:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rankcall.analysis.attempts import Attempts, attempts_of
+from rankcall.analysis.attempts import Attempt, Attempts, attempts_of
 from rankcall.cli import main
+from rankcall.printable import always_writable
 from rankcall.report.attempts_line import bar, in_words
 from rankcall.run.recoveries import AttemptEnd, AttemptStart, Signature, file_of, note
 from rankcall.testing import synthetic_run
@@ -135,3 +140,45 @@ def test_where_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert words in page
     (width,) = re.findall(r'<rect class="down" x="[0-9.]+" width="([0-9.]+)"', page)
     assert float(width) == 0.1, "10 s of decades are seen all the same"
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.integers(0, 40),
+    st.integers(1, 60),
+)
+def test_shares_are_those_of_counting_every_nanosecond(
+    lengths: list[int], until_ns: int, parts: int
+) -> None:
+    """Attempts and pauses of some nanoseconds, against a count of the nanoseconds of each part."""
+    times = list(accumulate(lengths, initial=1000))
+    attempts = [Attempt(0, begin, end) for begin, end in zip(times[::2], times[1::2], strict=False)]
+    known = Attempts(attempts, times[-1] + until_ns)
+    whole = range(known.began_ns, known.until_ns)
+    is_down = {time for begin, end in known.downs_ns for time in range(begin, end)}
+    cuts = [len(whole) * part // parts for part in range(parts + 1)]
+    cut = [whole[since:until] for since, until in pairwise(cuts)] if whole else []
+    expected = [sum(time in is_down for time in part) / max(1, len(part)) for part in cut]
+    assert known.down_shares(parts) == pytest.approx(expected)
+
+
+def test_of_a_file_with_very_many_events_the_newest_are_read(tmp_path: Path) -> None:
+    """Whoever can write the file cannot keep a reader busy for hours."""
+    file = file_of(tmp_path, "node-a", 1)
+    noted(tmp_path, 1, AttemptStart(0, S))
+    line = json.dumps({"start": {"restart": 1, "epoch_ns": 2 * S}})
+    with file.open("a") as out:
+        out.write(f"{line}\n" * 200_000)
+    known = attempts_of(tmp_path, 3 * S)
+    assert known.began_ns == 2 * S
+    assert len(known.attempts) < 10_000
+
+
+def test_the_line_can_be_read_without_blocks(tmp_path: Path) -> None:
+    """In ASCII, a column in which nothing went on differs from one in which an attempt worked."""
+    noted(tmp_path, 1, AttemptStart(0, 10 * S), end(0, 30, 38), AttemptStart(1, 40 * S))
+    drawn = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    always_writable(drawn)
+    drawn.write(bar(attempts_of(tmp_path, 110 * S), 10))
+    drawn.flush()
+    assert drawn.buffer.getvalue() == b"##-#######"  # type: ignore[attr-defined]
