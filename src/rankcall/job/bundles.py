@@ -36,10 +36,9 @@ from rankcall.run.hangs import (
     LINES,
     STACKS,
     add_lines,
-    claim,
     hang_folders,
+    keep_copy,
     kept_lines,
-    next_free,
     stacks_in,
 )
 from rankcall.run.paths import ATTEMPTS, HANGS, TAIL, files_in, ring_paths, tail_name
@@ -202,8 +201,7 @@ def _keep_hangs(run_dir: Path, folder: Path) -> None:
         source = kept.folder
         place = known.get(kept.verdict.origin.id)
         if place is None:
-            while not claim(source, place := next_free(run_folder(run_dir, HANGS))):
-                pass
+            keep_copy(source, run_dir)
             continue
         for stack in stacks_in(source):
             (place / STACKS).mkdir(mode=0o700, exist_ok=True)

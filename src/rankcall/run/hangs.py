@@ -185,6 +185,15 @@ def settle_hangs(source: Path, run_dir: Path) -> None:
 
 
 def _move(folder: Path, run_dir: Path) -> None:
+    keep_copy(folder, run_dir)
+    shutil.rmtree(folder)
+
+
+def keep_copy(folder: Path, run_dir: Path) -> None:
+    """Copy a verdict's folder into a run, which may be on another file system.
+
+    Raises ``OSError``.
+    """
     target = run_folder(run_dir, HANGS)
     scratch = scratch_beside(target)
     try:
@@ -194,4 +203,3 @@ def _move(folder: Path, run_dir: Path) -> None:
             pass
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    shutil.rmtree(folder)

@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -110,6 +111,26 @@ def test_a_verdict_that_only_the_other_node_kept(nodes: tuple[Path, Path]) -> No
     verdict_in(second, "theirs", range(4, 8))
     assert keep_bundles(first, [bundle_of(second)]) == []
     assert [kept.verdict.origin.id for kept in kept_in(first)] == ["mine", "theirs"]
+
+
+@pytest.mark.skipif(
+    not Path("/dev/shm").is_dir()
+    or os.stat("/dev/shm").st_dev == os.stat(tempfile.gettempdir()).st_dev,
+    reason="this machine has one file system for both",
+)
+def test_a_run_on_another_file_system(
+    nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle is unpacked among the temporary files, which the run is seldom among."""
+    first, second = nodes
+    verdict_in(second, "theirs", range(4, 8))
+    data = bundle_of(second)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        monkeypatch.setattr(tempfile, "tempdir", elsewhere)
+        assert keep_bundles(first, [data]) == []
+        monkeypatch.undo()
+    (kept,) = kept_in(first)
+    assert kept_stacks(kept.folder, 10) == {rank: f"stack of {rank}\n" for rank in range(4, 8)}
 
 
 def test_a_tail_never_hides_a_whole_ring(nodes: tuple[Path, Path]) -> None:
