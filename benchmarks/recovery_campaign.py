@@ -69,7 +69,7 @@ import os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its launcher's handlers
 import _rankcall_hook
 _rankcall_hook.install()
-import fcntl, glob, json, time
+import fcntl, glob, json, struct, time
 import torch
 import torch.distributed.distributed_c10d as dist  # torch.distributed was imported before the hook
 import rankcall
@@ -93,16 +93,17 @@ def planted(kind):
         return False
     return True
 
-# A process holds the lock of its attempt as long as it lives.
+# A process holds the lock of its attempt as long as it lives. The others ask who holds it, and do
+# not try to take it: two that try at once would meet each other.
 own = os.open(path(f"alive.{attempt}"), os.O_RDWR | os.O_CREAT)
-fcntl.flock(own, fcntl.LOCK_SH)
+fcntl.lockf(own, fcntl.LOCK_SH)
 for name in glob.glob(path("alive.*")):
     if name != path(f"alive.{attempt}"):
         other = os.open(name, os.O_RDWR)
-        try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            write(f"breach.{attempt}.{rank}", f"{os.path.basename(name)} beside {attempt}")
+        asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, holder = struct.unpack("hhqqi4x", fcntl.fcntl(other, fcntl.F_GETLK, asked))
+        if kind != fcntl.F_UNLCK:
+            write(f"breach.{attempt}.{rank}", f"{holder} of {os.path.basename(name)} at {attempt}")
         os.close(other)
 write(f"pid.{rank}", [os.getpid(), attempt])
 
