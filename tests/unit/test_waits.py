@@ -153,9 +153,21 @@ testing/injection.py: sleep: math.isinf(fault.seconds)
     a planned fault: the test asked for a hang
 testing/injection.py: wait: work.wait
     the faulty op would have waited for it, too
-recovery/rendezvous.py: store: self._store().add | self._store().set | store.check | store.get
+recovery/rendezvous.py: store: self.store().add | self.store().set | store.check | store.get
     in torchrun's agent between two attempts, on torch's store of the rendezvous, whose requests
     torch gives 60 s (read_timeout); torch makes its own there a moment later
+recovery/links.py: store: store.add | store.set | store.check | store.multi_get
+    the same store, at the same time
+recovery/links.py: socket: connection.recv
+    the socket's timeout ends with the deadline of the transfer
+recovery/links.py: socket: self._socket.accept
+    a daemon thread of its own, woken when the agent closes the socket
+recovery/links.py: sleep: True
+    the same thread, while it has no file descriptor left
+recovery/links.py: socket: probe.connect
+    a datagram socket: it sends nothing
+recovery/links.py: resolver: socket.getaddrinfo
+    torch has looked up the same name to reach the store; the resolver has its own timeouts
 recovery/rendezvous.py: shutdown: self._handler.shutdown
     torch's own call when its agent ends, passed on; torch gives it 30 s (close_timeout)
 trace/sinks/otel.py: shutdown: provider.shutdown

@@ -109,7 +109,7 @@ def _paired(agent: Recoveries) -> list[_Event]:
     ends = sorted(agent.ends, key=lambda end: end.noticed_ns)
     noticed = [end.noticed_ns for end in ends]
     pairs: list[_Event] = []
-    for start, next_ns in zip(starts, begins, strict=True):
+    for start, next_ns in zip(starts, begins, strict=False):  # an agent may have noted no start
         index = bisect_left(noticed, start.epoch_ns)
         pairs.append(
             (start, ends[index] if index < len(ends) and noticed[index] < next_ns else None)

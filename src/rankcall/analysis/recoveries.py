@@ -16,7 +16,14 @@ import numpy as np
 
 from rankcall.analysis.attempts import Attempts, attempts_of
 from rankcall.ring.reader import Ring
-from rankcall.run.recoveries import AttemptEnd, AttemptStart, Recoveries, read_recoveries
+from rankcall.run.recoveries import (
+    AttemptEnd,
+    AttemptStart,
+    NodeChecked,
+    Recoveries,
+    newest_checks,
+    read_recoveries,
+)
 
 # In order. Each lasts from the moment before it until its own.
 PHASES = (
@@ -49,11 +56,15 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Carried:
-    """The recoveries of a job, oldest first. ``elapsed_s`` goes from its first start to its end."""
+    """The recoveries of a job, oldest first. ``elapsed_s`` goes from its first start to its end.
+
+    ``checked`` is how each of its nodes was when it was checked last.
+    """
 
     recoveries: Sequence[Recovery] = ()
     elapsed_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
+    checked: Sequence[NodeChecked] = ()
 
     @property
     def down_s(self) -> float | None:
@@ -120,7 +131,8 @@ class FirstMoments:
         ]
         first_ns = starts[0].epoch_ns if starts else 0
         elapsed_s = max(0, self._last_ns - first_ns) / 1e9 if first_ns else 0.0
-        return Carried(recoveries, elapsed_s, attempts_of(run_dir, self._last_ns))
+        attempts = attempts_of(run_dir, self._last_ns)
+        return Carried(recoveries, elapsed_s, attempts, newest_checks(agents))
 
     def _phases(self, end: AttemptEnd, starts: Sequence[AttemptStart]) -> tuple[float | None, ...]:
         later = [start for start in starts if start.epoch_ns >= end.stopped_ns]

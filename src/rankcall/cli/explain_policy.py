@@ -8,6 +8,8 @@ from rankcall.cli.common import Attempt, RunPath, console_for_result, open_run, 
 from rankcall.printable import clean
 from rankcall.recovery.history import history_of
 from rankcall.recovery.policy import POLICY, Failure, decide
+from rankcall.report.node_checks import lines_of
+from rankcall.run.recoveries import newest_checks, read_recoveries
 
 __all__ = ["command"]
 
@@ -17,12 +19,14 @@ def command(run: RunPath = None, attempt: Attempt = None) -> None:
 
     The first row that fits decides. If the run was not started with --on-hang recover, the command
     says what the policy would do about the failure that it finds there. The limits are the
-    defaults, because a run does not keep its own.
+    defaults, because a run does not keep its own. What --health-check found is shown as well.
     """
     opened = open_run(run, attempt)
     history = history_of(opened)
     case = history.case if history else None
     _print(decide(case).rule if case else "")
+    for line in lines_of(newest_checks(read_recoveries(opened.path))):
+        typer.echo(f"node {line}")
     if case is None:
         say(f"nothing has failed in {opened.path}")
         return

@@ -126,8 +126,9 @@ class JobOptions:
         typer.Option(
             envvar=HEALTH_VARIABLE,
             metavar="COMMAND",
-            help="With --on-hang recover: before each attempt, a node on which this fails leaves "
-            "the job, if it goes on without it.",
+            help="With --on-hang recover: check each node before each attempt, with this command "
+            "and rankcall's own checks (true: only those). A node that fails leaves the job, if it "
+            "goes on without it.",
         ),
     ] = ""
     notify: Annotated[

@@ -7,6 +7,8 @@
     history       the failures of a run, for who reads it
     leftovers     ends ranks that outlive their launcher
     health        whether this node is well enough to take part
+    device_check  a program that asks the devices, for health
+    links         transfers to other nodes, and their clocks, for health
     rendezvous    torch's, with a door for nodes that are barred
     supervisor    notes how attempts end, and asks the policy
     agent         torchrun's agent, which asks the supervisor

@@ -52,10 +52,13 @@ def _agent_class(supervisor: Supervisor) -> type:
             super().__init__(spec, *args, **keywords)
 
         def run(self, *args: Any, **keywords: Any) -> Any:
-            result = super().run(*args, **keywords)
-            if self._has_failed:  # and no restart followed
-                supervisor.gave_up()
-            return result
+            try:
+                result = super().run(*args, **keywords)
+                if self._has_failed:  # and no restart followed
+                    supervisor.gave_up()
+                return result
+            finally:
+                supervisor.close()
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rankcall.ring.layout import Header, read_header
@@ -40,35 +41,45 @@ def end_leftovers(run_dir: Path, host: str, agent_file: Path) -> list[int]:
     """
     ended: list[int] = []
     deadline = time.monotonic() + _ENDS_IN_S
-    with contextlib.suppress(OSError):
-        for header in filter(None, map(read_header, ring_paths(run_dir))):
-            if header.host == host and not header.closed_ns and _end(header, agent_file, deadline):
-                ended.append(header.rank)
+    for header, process in _leftovers(run_dir, host, agent_file):
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            left_ms = max(0, int((deadline - time.monotonic()) * 1e3))
+            waiting = select.poll()
+            waiting.register(process, select.POLLIN)
+            waiting.poll(left_ms)
+            ended.append(header.rank)
     return sorted(ended)
 
 
-def _end(header: Header, agent_file: Path, deadline: float) -> bool:
-    """End a rank that runs, unless it is another running agent's; return whether it was ended."""
-    try:
-        process = os.pidfd_open(header.pid)  # before all checks, so that they are about this one
-    except OSError:
-        return False
-    try:
-        if header.process_state() not in ("alive", "stopped"):
-            return False
-        started_by = _agent_file_of(header.pid)
-        if started_by != agent_file and not _is_of_gone_agent(started_by, agent_file):
-            return False
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        left_ms = max(0, int((deadline - time.monotonic()) * 1e3))
-        waiting = select.poll()
-        waiting.register(process, select.POLLIN)
-        waiting.poll(left_ms)
-        return True
-    except (OSError, ValueError):
-        return False
-    finally:
-        os.close(process)
+def still_running(run_dir: Path, host: str, agent_file: Path) -> list[tuple[int, int]]:
+    """Return the ranks that run although they were ended, with their pids. Never raises."""
+    return sorted((header.rank, header.pid) for header, _ in _leftovers(run_dir, host, agent_file))
+
+
+def _leftovers(run_dir: Path, host: str, agent_file: Path) -> Iterator[tuple[Header, int]]:
+    """Yield the ranks that run and are not another running agent's, each with its pidfd."""
+    with contextlib.suppress(OSError):
+        for header in filter(None, map(read_header, ring_paths(run_dir))):
+            if header.host != host or header.closed_ns:
+                continue
+            try:
+                process = os.pidfd_open(header.pid)  # before all checks, which are about this one
+            except OSError:
+                continue
+            try:
+                if _is_left(header, agent_file):
+                    yield header, process
+            finally:
+                os.close(process)
+
+
+def _is_left(header: Header, agent_file: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        if header.process_state() in ("alive", "stopped"):
+            started_by = _agent_file_of(header.pid)
+            return started_by == agent_file or _is_of_gone_agent(started_by, agent_file)
+    return False
 
 
 def _agent_file_of(pid: int) -> Path | None:

@@ -114,7 +114,7 @@ class Rendezvous:
             sleep(_POLL_S)
         # Nodes that leave in one round count themselves, so that not too many do. A node that comes
         # back is not among those that are there, so it counts nothing, however often it tries.
-        leaving = int(self._store().add(f"leaving/{self.round(0)}", 1)) if self._has_joined else 1
+        leaving = int(self.store().add(f"leaving/{self.round(0)}", 1)) if self._has_joined else 1
         if others + 1 - leaving < least:
             return f"the job needs {least} nodes, and others leave it at this moment"
         return ""
@@ -128,7 +128,7 @@ class Rendezvous:
 
     def publish(self, bar: Bar) -> None:
         """Write a bar into the job's store. Raises what the store raises."""
-        self._store().set(f"bar/{bar.node}", encode_bar(bar))
+        self.store().set(f"bar/{bar.node}", encode_bar(bar))
 
     def bars_of(self, node: str) -> list[Bar]:
         """Return what the job's store says of a node; nothing if it does not answer.
@@ -136,7 +136,7 @@ class Rendezvous:
         The value counts as far as it is sound: whoever reaches the store can also end the job.
         """
         try:
-            store, key = self._store(), f"bar/{node}"
+            store, key = self.store(), f"bar/{node}"
             bars = [decode_bar(bytes(store.get(key)))] if store.check([key]) else []
             return [bar for bar in bars if bar.node == node]
         except Exception as error:
@@ -144,11 +144,41 @@ class Rendezvous:
                 raise
             return []
 
-    def _store(self) -> Any:
+    def store(self) -> Any:
+        """Return the part of the job's store that belongs to rankcall's agents."""
         from torch.distributed import PrefixStore
 
         run_id = self._handler.settings.run_id
         return PrefixStore(f"rankcall/{run_id}/", self._handler._store)
+
+    @property
+    def store_host(self) -> str:
+        """The host of the store, as this node was told; empty if it is not a store on a network."""
+        return str(getattr(self._handler._store, "host", ""))
+
+    @property
+    def member(self) -> str:
+        """The name of this agent among those that take part."""
+        return str(self._handler._this_node)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often an agent gives a sign of life."""
+        return float(self._handler.settings.keep_alive_interval.total_seconds())
+
+    @property
+    def clock_tolerance_s(self) -> float:
+        """By how much clocks may differ before a node that lives counts as dead.
+
+        torch compares its last heartbeat, by its own clock, with the clock of another node.
+        """
+        attempts: int = self._handler.settings.keep_alive_max_attempt
+        return self.heartbeat_s * max(1, attempts - 1)
+
+    def heartbeats(self) -> dict[str, object]:
+        """Return by agent what changes with each sign of life. Raises what the store raises."""
+        self._handler.num_nodes_waiting()  # asks the store, unlike ``_state``
+        return {str(node): at for node, at in dict(self._state.last_heartbeats).items()}
 
     def hosts_store(self) -> bool:
         """Return whether this process hosts the store: it listens on the store's port."""

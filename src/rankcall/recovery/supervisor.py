@@ -19,8 +19,9 @@ from rankcall.job.notices import notify
 from rankcall.process import host_name
 from rankcall.ranks import with_noun
 from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
-from rankcall.recovery.health import why_not_well
+from rankcall.recovery.health import examine
 from rankcall.recovery.leftovers import end_leftovers
+from rankcall.recovery.links import Links
 from rankcall.recovery.policy import (
     MAX_RECOVERIES,
     PROGRAM,
@@ -38,10 +39,15 @@ from rankcall.run.bars import BAR_S, Bar, bar_of, newest, note_bar, read_bars
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.outcome import BARRED, REPEATS, JobFailure
 from rankcall.run.recoveries import (
+    ABSENT,
     FILE_VARIABLE,
     GAVE_UP,
+    SUSPECT,
     AttemptEnd,
     AttemptStart,
+    Check,
+    Event,
+    NodeChecked,
     Signature,
     file_of,
     note,
@@ -116,12 +122,17 @@ class Supervisor:
         self._bar_after, self._health_check = settings.bar_after, settings.health_check
         self._say, self._sleep = say, sleep
         self._file = file_of(self._run_dir, host_name(), os.getpid())
+        self._links = Links(host_name())
         self._attempt = Attempt()
         self._restart = 0
         self._earlier: list[Failure] = []
         self._blamed_ns = 0
         self._blamed = 0  # how often a rank of this node was the culprit, and not the program
         self._saved = -1  # the step of the job from which the present attempt went on, if known
+
+    def close(self) -> None:
+        """Answer other nodes no more: the agent ends."""
+        self._links.close()
 
     def before_start(self, restart: int) -> None:
         """Note that an attempt's workers are about to be started. They inherit the environment."""
@@ -237,11 +248,28 @@ class Supervisor:
             return bar_of(node, f"its ranks held the job up {times}", BAR_S)
         if known is not None and known.holds(time.time_ns()):
             return known
-        if self._health_check:
-            reason = why_not_well(self._health_check, self._run_dir)
-            # No bar that lasts: the check itself says when the node is well again.
-            return bar_of(node, reason, 0.0) if reason else None
-        return None
+        failed = self._examine(rendezvous).first_failed if self._health_check else None
+        # It lasts, although the check could say when the node is well again: a fault that comes and
+        # goes would have all workers restarted each time that the node comes back.
+        return bar_of(node, failed.text, BAR_S) if failed else None
+
+    def _examine(self, rendezvous: Rendezvous) -> NodeChecked:
+        """Check this node, and note what was found."""
+        node = host_name()
+        checks = examine(self._health_check, self._run_dir, node, self._file)
+        try:
+            checks += self._links.checks(rendezvous)
+        except Exception as error:  # what the store raises
+            if is_signal(error):
+                raise
+            text = f"the job's store does not answer: {type(error).__name__}"
+            checks.append(Check("network", ABSENT, text))
+        checked = NodeChecked(node, time.time_ns(), tuple(checks))
+        self._note(checked)
+        for check in checks:
+            if check.state == SUSPECT:
+                self._say(f"{check.name}: {check.text}")
+        return checked
 
     def _keep_bar(self, rendezvous: Rendezvous, bar: Bar) -> None:
         """Keep a bar in the run and the store; another agent on this node then finds it."""
@@ -378,7 +406,7 @@ class Supervisor:
                 ended = Exit(rank, self._restart, host_name(), pid, code, self._attempt.noticed_ns)
                 note_exit(self._run_dir, ended)
 
-    def _note(self, event: AttemptStart | AttemptEnd) -> None:
+    def _note(self, event: Event) -> None:
         try:
             note(self._file, event)
         except OSError as error:

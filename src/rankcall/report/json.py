@@ -47,6 +47,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "recoveries": [_recovery(recovery) for recovery in summary.carried.recoveries],
         "attempts": [_attempt(attempt) for attempt in summary.carried.attempts.attempts],
         "goodput": summary.carried.goodput,
+        "checks": [asdict(checked) for checked in summary.carried.checked],
         "findings": [finding_object(finding) for finding in findings],
         "dropped": summary.dropped,
         "problems": texts(summary.problems),

@@ -9,7 +9,6 @@ from pathlib import PurePath
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from rankcall.analysis.call_sites import SiteRow
@@ -33,6 +32,7 @@ from rankcall.report.formatting import (
     wrapped,
 )
 from rankcall.report.headline import Headline, headline
+from rankcall.report.node_checks import lines_of
 from rankcall.report.time_sources import times_of_ops
 from rankcall.run.joins import RankSummary, total_by_rank
 
@@ -91,6 +91,11 @@ def _sections(
         yield "All attempts (pale: nothing went on)", line
     if summary.carried.recoveries:
         yield "Recoveries, and where the time of each went", _recoveries(summary.carried, room)
+    if summary.carried.checked:
+        lines = lines_of(summary.carried.checked)
+        text = "\n".join(wrapped(line, room) for line in lines[:_ROWS])
+        shown = _more(Text(text), len(lines) - _ROWS, "line")
+        yield "How the nodes were when they were checked", shown
     if not summary.collectives:
         return
     yield (
@@ -109,7 +114,7 @@ def _sections(
         yield "Time in communication", _comm_share(summary, room)
 
 
-def _more(body: Table, left: int, what: str) -> RenderableType:
+def _more(body: RenderableType, left: int, what: str) -> RenderableType:
     """Say how much of a long list is not shown."""
     if left <= 0:
         return body

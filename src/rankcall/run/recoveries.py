@@ -4,8 +4,9 @@ The process that restarts the workers, which is torchrun's agent, writes one fil
 
     recoveries/<host>.<pid>.jsonl          one object a line, in the order of events
 
-A line is an ``AttemptStart`` or an ``AttemptEnd``. The workers of the next attempt read the file to
-learn why they exist. A line that another program could have damaged is left out.
+A line is an ``AttemptStart``, an ``AttemptEnd`` or a ``NodeChecked``. The workers of the next
+attempt read the file to learn why they exist. A line that another program could have damaged is
+left out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _MOST_LINE = 1 << 16  # characters
 _MOST_EVENTS = 4096  # of one file, the newest ones: no job is restarted so often
 _MOST_TEXT = 1024
 _MOST_RANKS = 64  # of the culprits that are kept
+_MOST_CHECKS = 16  # of a node at one time
 _LIMIT = 1 << 62  # a larger number is damage
 
 
@@ -110,6 +112,38 @@ class AttemptEnd:
     verdict: str = ""
 
 
+# What a check of a node can find. A node on which one has failed leaves the job; what is suspect
+# may be another node's fault, and what is absent cannot be looked at here.
+WELL, FAILED, SUSPECT, ABSENT = "well", "failed", "suspect", "absent"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check of a node found, and how long it took."""
+
+    name: str
+    state: str
+    text: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class NodeChecked:
+    """A node was checked before it was to take part in an attempt (``--health-check``)."""
+
+    node: str
+    epoch_ns: int
+    checks: tuple[Check, ...]
+
+    @property
+    def first_failed(self) -> Check | None:
+        """The first check that failed; None if the node is well."""
+        return next((check for check in self.checks if check.state == FAILED), None)
+
+
+Event = AttemptStart | AttemptEnd | NodeChecked
+
+
 @dataclass(frozen=True)
 class Recoveries:
     """The events of one agent's file, in their order."""
@@ -117,6 +151,7 @@ class Recoveries:
     path: Path
     starts: Sequence[AttemptStart] = field(default=())
     ends: Sequence[AttemptEnd] = field(default=())
+    checks: Sequence[NodeChecked] = field(default=())
 
 
 def file_of(run_dir: Path, host: str, pid: int) -> Path:
@@ -130,10 +165,13 @@ def agent_of(path: Path) -> tuple[str, int]:
     return host, int(pid)
 
 
-def note(path: Path, event: AttemptStart | AttemptEnd) -> None:
+_NAMES = {AttemptStart: "start", AttemptEnd: "end", NodeChecked: "checked"}
+
+
+def note(path: Path, event: Event) -> None:
     """Append an event to an agent's file. Raises ``OSError`` if it cannot be written."""
     run_folder(path.parent.parent, RECOVERIES)
-    name = "start" if isinstance(event, AttemptStart) else "end"
+    name = _NAMES[type(event)]
     append_line(path, json.dumps({name: asdict(event)}).encode() + b"\n")
 
 
@@ -141,6 +179,7 @@ def read_file(path: Path) -> Recoveries:
     """Return the events of one file; none if it cannot be read."""
     starts: list[AttemptStart] = []
     ends: list[AttemptEnd] = []
+    checks: list[NodeChecked] = []
     try:
         with open_file(path) as file:
             lines = file.read(_MOST_BYTES).splitlines()
@@ -151,22 +190,38 @@ def read_file(path: Path) -> Recoveries:
             content = json.loads(line[:_MOST_LINE])
             if "start" in content:
                 starts.append(_start(content["start"]))
+            elif "checked" in content:
+                checks.append(_checked(content["checked"]))
             else:
                 ends.append(_end(content["end"]))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
             continue
-    return Recoveries(path, starts, ends)
+    return Recoveries(path, starts, ends, checks)
+
+
+def newest_checks(agents: Sequence[Recoveries]) -> list[NodeChecked]:
+    """Return how each node was when it was checked last, by its name."""
+    known = sorted((checked for agent in agents for checked in agent.checks), key=_checked_at)
+    by_node = {checked.node: checked for checked in known}
+    return [by_node[node] for node in sorted(by_node)]
+
+
+def _checked_at(checked: NodeChecked) -> int:
+    return checked.epoch_ns
 
 
 def read_recoveries(run_dir: Path) -> list[Recoveries]:
     """Return the events of all agents of a run, that with the earliest event first."""
     agents = [read_file(path) for path in files_in(run_dir / RECOVERIES, ".jsonl")]
-    return sorted((agent for agent in agents if agent.starts or agent.ends), key=_first_ns)
+    return sorted(
+        (agent for agent in agents if agent.starts or agent.ends or agent.checks), key=_first_ns
+    )
 
 
 def _first_ns(agent: Recoveries) -> int:
-    starts = [start.epoch_ns for start in agent.starts]
-    return min(starts + [end.noticed_ns for end in agent.ends])
+    starts = [start.epoch_ns for start in agent.starts] + [end.noticed_ns for end in agent.ends]
+    # A spare may have been checked long before it was let in.
+    return min(starts or [checked.epoch_ns for checked in agent.checks])
 
 
 def _start(fields: Any) -> AttemptStart:
@@ -194,6 +249,18 @@ def _end(fields: Any) -> AttemptEnd:
         delay_s=delay_s,
         **values,
     )
+
+
+def _checked(fields: Any) -> NodeChecked:
+    checks = tuple(_check(check) for check in fields["checks"][:_MOST_CHECKS])
+    return NodeChecked(_text(fields["node"]), _number(fields["epoch_ns"]), checks)
+
+
+def _check(fields: Any) -> Check:
+    seconds = float(fields["seconds"])
+    if fields["state"] not in (WELL, FAILED, SUSPECT, ABSENT) or not 0 <= seconds < 1e9:
+        raise ValueError("an impossible check")
+    return Check(_text(fields["name"]), fields["state"], _text(fields["text"]), seconds)
 
 
 def _number(value: Any, least: int = 0, most: int = _LIMIT) -> int:

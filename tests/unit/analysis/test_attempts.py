@@ -182,3 +182,11 @@ def test_the_line_can_be_read_without_blocks(tmp_path: Path) -> None:
     drawn.write(bar(attempts_of(tmp_path, 110 * S), 10))
     drawn.flush()
     assert drawn.buffer.getvalue() == b"##-#######"  # type: ignore[attr-defined]
+
+
+def test_an_end_without_a_start(tmp_path: Path) -> None:
+    """It is no attempt whose time is known, and the attempts of other agents are shown."""
+    note(file_of(tmp_path, "node-a", 1), end(0, 5, 6))
+    assert attempts_of(tmp_path, 9 * S) == Attempts()
+    note(file_of(tmp_path, "node-b", 1), AttemptStart(0, 1 * S))
+    assert [attempt.began_ns for attempt in attempts_of(tmp_path, 9 * S).attempts] == [1 * S]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from rankcall.cli import main
 from rankcall.recovery.policy import POLICY
-from rankcall.run.recoveries import AttemptEnd, Signature, file_of, note
+from rankcall.run.recoveries import AttemptEnd, Check, NodeChecked, Signature, file_of, note
 from rankcall.testing import synthetic_run
 
 END = AttemptEnd(
@@ -53,3 +54,41 @@ def test_a_run_without_failures(run: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr()
     assert ">" not in said.out
     assert f"nothing has failed in {run}" in said.err.replace("\n", "")
+
+
+def test_how_nodes_were(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last check of each node is shown, by this command and in the report."""
+    fan = Check("command", "failed", "the health check ended with exit status 1: the fan")
+    link = Check("network", "suspect", "no transfer between node-c and node-d\x1b[2J")
+    for node, at, *checks in (
+        ("node-b", 5, fan),
+        ("node-a", 6, fan),
+        ("node-a", 7, Check("disk", "well"), Check("device", "absent", "no driver")),
+        ("node-c", 8, Check("disk", "well"), link),
+    ):
+        note(file_of(run, node, 1), NodeChecked(node, at, tuple(checks)))
+    lines = [
+        "node-a: 1 check, all well (not here: device)",
+        "node-b: failed: command: the health check ended with exit status 1: the fan",
+        "node-c: suspect: network: no transfer between node-c and node-d",
+    ]
+    assert main(["explain-policy", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert [
+        line[5 : 5 + len(wanted)] for line, wanted in zip(_of(out), lines, strict=True)
+    ] == lines
+    assert main(["report", str(run)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(line in out for line in lines)
+    assert main(["report", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["checks"]
+    assert [checked["node"] for checked in told] == ["node-a", "node-b", "node-c"]
+    assert told[2]["checks"][1] == {**vars(link), "seconds": 0.0}
+    page = run / "page.html"
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    assert all(f"<li>{line}" in page.read_text() for line in lines)
+
+
+def _of(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith("node ")]

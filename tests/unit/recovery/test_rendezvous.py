@@ -20,7 +20,7 @@ from rankcall.recovery.policy import Limits
 from rankcall.recovery.rendezvous import Rendezvous
 from rankcall.recovery.supervisor import NodeBarred, Supervised, Supervisor
 from rankcall.run.bars import bar_of, newest, note_bar, read_bars
-from rankcall.run.recoveries import FILE_VARIABLE
+from rankcall.run.recoveries import FILE_VARIABLE, NodeChecked, read_recoveries
 
 WAIT_S = 60.0
 
@@ -65,6 +65,7 @@ class Node:
     def close(self) -> None:
         """End the threads of torch's handler."""
         self.rendezvous._stop_heartbeats()
+        self.supervisor.close()
 
 
 @pytest.fixture
@@ -159,15 +160,45 @@ def test_a_job_that_needs_all_of_its_nodes(
 def test_a_node_that_is_not_well(
     nodes: Callable[[str, int, int], Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves while its check fails, and takes part as soon as it does not."""
+    """It leaves for a while, and is checked again once a person lets it in."""
     good, bad = nodes("node-a", 1, 2), nodes("node-b", 1, 2)
     meet(good)
     bad.supervisor._health_check = f"test -e {tmp_path}/mended || {{ echo the fan; exit 1; }}"
     with pytest.raises(NodeBarred):
         joins(bad, monkeypatch)
-    assert bad.said == ["node-b leaves the job: the health check ended with exit status 1: the fan"]
+    assert bad.said[-1].startswith("node-b leaves the job, and is barred until ")
+    assert "the health check ended with exit status 1: the fan" in bad.said[-1]
     (tmp_path / "mended").touch()
+    with pytest.raises(NodeBarred):  # a fault that comes and goes would restart the job each time
+        joins(bad, monkeypatch)
+    note_bar(tmp_path, bar_of("node-b", "mended", 0.0, barred=False))
     joins(bad, monkeypatch)
+    before, after = checked_in(tmp_path)
+    assert before.first_failed is not None
+    assert (before.first_failed.name, after.first_failed) == ("command", None)
+    assert {check.name for check in after.checks} >= {"leftovers", "memory", "network", "clock"}
+
+
+def checked_in(run_dir: Path) -> list[NodeChecked]:
+    """Return how nodes were when they were checked, in that order."""
+    return [checked for agent in read_recoveries(run_dir) for checked in agent.checks]
+
+
+def test_a_store_that_does_not_answer_a_check(
+    nodes: Callable[[str, int, int], Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is checked as far as that goes, and takes part."""
+    node = nodes("node-a", 1, 2)
+    node.supervisor._health_check = "true"
+
+    def fail(rendezvous: object) -> Any:
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(node.supervisor._links, "checks", fail)
+    joins(node, monkeypatch)
+    (checked,) = checked_in(tmp_path)
+    assert checked.checks[-1].state == "absent"
+    assert checked.checks[-1].text == "the job's store does not answer: RuntimeError"
 
 
 def test_the_host_of_the_store(
@@ -208,7 +239,7 @@ def test_a_signal_ends_the_agent(
         ]
         with monkeypatch.context() as patch:
             patch.setattr(node.rendezvous, "why_needed", fail)
-            patch.setattr(node.rendezvous, "_store", fail)
+            patch.setattr(node.rendezvous, "store", fail)
             patch.setattr(node.rendezvous._handler, "_stop_heartbeats", fail)
             for call in calls:
                 if error is ended:

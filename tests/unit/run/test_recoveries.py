@@ -16,8 +16,11 @@ from rankcall.run.recoveries import (
     FILE_VARIABLE,
     AttemptEnd,
     AttemptStart,
+    Check,
+    NodeChecked,
     Signature,
     file_of,
+    newest_checks,
     note,
     read_file,
     read_recoveries,
@@ -56,6 +59,52 @@ def test_what_is_noted_is_read(tmp_path: Path) -> None:
     first, second = read_recoveries(tmp_path)
     assert (first.path, first.starts, first.ends) == (other, [AttemptStart(0, 3)], [])
     assert (second.starts, second.ends) == ([AttemptStart(0, 4), AttemptStart(1, 12)], [END])
+
+
+CHECKED = NodeChecked(
+    "node-a", 5, (Check("disk", "well", "", 0.5), Check("network", "suspect", "no transfer"))
+)
+
+
+def test_how_a_node_was(tmp_path: Path) -> None:
+    """The newest check of each node counts, whichever of its agents noted it."""
+    later = replace(CHECKED, epoch_ns=9, checks=())
+    note(file_of(tmp_path, "node-a", 8), later)
+    note(file_of(tmp_path, "node-a", 7), CHECKED)
+    note(file_of(tmp_path, "node-b", 7), replace(CHECKED, node="node-b"))
+    agents = read_recoveries(tmp_path)
+    assert newest_checks(agents) == [later, replace(CHECKED, node="node-b")]
+    assert [agent.checks for agent in agents].count([CHECKED]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"node": 5},
+        {"epoch_ns": -1},
+        {"checks": 5},
+        {"checks": [[]]},
+        {"checks": [{"name": "disk", "state": "great", "text": "", "seconds": 0}]},
+        {"checks": [{"name": "disk", "state": "well", "text": 1, "seconds": 0}]},
+        {"checks": [{"name": "disk", "state": "well", "text": "", "seconds": -1}]},
+        {"checks": [{"name": "disk", "state": ["well"], "text": "", "seconds": 0}]},
+    ],
+)
+def test_damaged_checks_are_left_out(change: dict[str, Any], tmp_path: Path) -> None:
+    """They hide neither the others nor the attempts."""
+    path = file_of(tmp_path, "node-a", 7)
+    note(path, CHECKED)
+    with path.open("a") as file:
+        file.write(json.dumps({"checked": {**asdict(CHECKED), **change}}) + "\n")
+    note(path, AttemptStart(0, 4))
+    (agent,) = read_recoveries(tmp_path)
+    assert (agent.checks, agent.starts) == ([CHECKED], [AttemptStart(0, 4)])
+
+
+def test_many_checks_of_a_node(tmp_path: Path) -> None:
+    """No more are kept than a node has."""
+    note(file_of(tmp_path, "node-a", 7), replace(CHECKED, checks=CHECKED.checks * 50))
+    assert len(newest_checks(read_recoveries(tmp_path))[0].checks) == 16
 
 
 @pytest.mark.parametrize(

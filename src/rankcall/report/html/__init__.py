@@ -34,6 +34,7 @@ from rankcall.report.html import charts
 from rankcall.report.html.curves import curves
 from rankcall.report.html.first_screen import items, verdict
 from rankcall.report.html.stacks import clock, stack_rows
+from rankcall.report.node_checks import lines_of
 from rankcall.report.time_sources import times_of_ops
 
 __all__ = ["render"]
@@ -178,6 +179,7 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "recoveries": summary.carried.recoveries[-_MOST_RECOVERIES:],
         "more_recoveries": max(0, len(summary.carried.recoveries) - _MOST_RECOVERIES),
         "attempts": _attempts(summary.carried.attempts),
+        "checks": lines_of(summary.carried.checked)[:_MOST_RECOVERIES],
         "phases": PHASES,
         "goodput": summary.carried.goodput,
         "is_waiting_known": summary.sources.is_waiting_known,
