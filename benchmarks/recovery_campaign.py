@@ -61,7 +61,7 @@ MARK = "RANKCALL_CAMPAIGN"
 START_S, RECOVER_S, END_S = 300.0, 240.0, 300.0
 START_AGAIN_S = 1.0  # after which a scheduler starts a launcher again
 PORT = 29411  # each job has its own network
-DISK_BYTES = 32 << 20  # of a node
+DISK_BYTES = 128 << 20  # of a node: room for what many attempts leave
 REPEATS = 65
 GENERATION = 100_000  # rendezvous of a job's store: more than any has
 JOB = """
@@ -280,9 +280,24 @@ class Job:
         pid, its_attempt = self.read(f"pid.{rank}") or (0, -1)
         if its_attempt < attempt:
             return False
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pid, number)
+        except ProcessLookupError:
+            return False
         return True
+
+    def state(self) -> str:
+        """Return where the job stands: what it has saved, and its processes with their states."""
+        ranks = []
+        for number in range(len(self.names)):
+            pid, attempt = self.read(f"pid.{number}") or (0, -1)
+            try:
+                letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                letter = "gone"
+            ranks.append(f"rank {number}: {pid} {letter} of attempt {attempt}")
+        step, attempt = self.progress
+        return f"now at step {step} of attempt {attempt}; {', '.join(ranks)}"
 
     def pids(self, host: str = "") -> list[int]:
         """Return the processes of this job that run; of one host, if one is given."""
@@ -358,7 +373,8 @@ class Fault:
         with contextlib.ExitStack() as after:
             later_than = getattr(self, f"_{self.kind}")(step, attempt, after)
             if not self._job.wait_for(lambda: self._is_over(step, later_than), RECOVER_S):
-                raise Violated(f"no new step after step {step} of attempt {attempt}")
+                where = f"step {step} of attempt {attempt}; {self._job.state()}"
+                raise Violated(f"no new step after {where}")
         self._job.may_end.clear()
         if self._job.breaches():
             raise Violated("; ".join(self._job.breaches()))
@@ -374,12 +390,18 @@ class Fault:
         file.touch()
         return file
 
+    def _signal(self, rank: int, number: signal.Signals, attempt: int) -> None:
+        """Send a signal to a rank, which runs unless an attempt ends by itself at this moment."""
+        struck = lambda: self._job.signal_rank(rank, number, attempt)  # noqa: E731
+        if not self._job.wait_for(struck, RECOVER_S):
+            raise Violated(f"no process of rank {rank}; {self._job.state()}")
+
     def _kill(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
-        self._job.signal_rank(self.ranks[0], signal.SIGKILL, attempt)
+        self._signal(self.ranks[0], signal.SIGKILL, attempt)
         return attempt
 
     def _stop(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
-        self._job.signal_rank(self.ranks[0], signal.SIGSTOP, attempt)
+        self._signal(self.ranks[0], signal.SIGSTOP, attempt)
         return attempt
 
     def _hang(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
@@ -391,8 +413,8 @@ class Fault:
         return attempt
 
     def _two(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
-        for rank in self.ranks:
-            self._job.signal_rank(rank, signal.SIGKILL, attempt)
+        self._signal(self.ranks[0], signal.SIGKILL, attempt)
+        self._job.signal_rank(self.ranks[1], signal.SIGKILL, attempt)  # if it is not gone already
         return attempt
 
     def _again(
@@ -403,9 +425,7 @@ class Fault:
         number: signal.Signals = signal.SIGKILL,
     ) -> int:
         self._kill(step, attempt, after)
-        struck = lambda: self._job.signal_rank(self.ranks[1], number, attempt + 1)  # noqa: E731
-        if not self._job.wait_for(struck, RECOVER_S):
-            raise Violated(f"no new process of rank {self.ranks[1]}")
+        self._signal(self.ranks[1], number, attempt + 1)
         return int(self._job.read(f"pid.{self.ranks[1]}")[1])
 
     def _stop_again(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
@@ -468,7 +488,7 @@ KINDS = tuple(
     name[1:]
     for name, member in vars(Fault).items()
     if re.fullmatch("_[a-z][a-z_]*", name)
-    and name not in ("_is_over", "_plant")
+    and name not in ("_is_over", "_plant", "_signal")
     and callable(member)
 )
 
