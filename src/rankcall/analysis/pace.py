@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.collectives import in_order
-from rankcall.analysis.snapshot import COLLECTIVE, Calls, Snapshot
+from rankcall.analysis.snapshot import COLLECTIVE, NOTICED_S, Calls, Snapshot
 from rankcall.analysis.windows import known_since_s
 from rankcall.record import FLAG_DEVICE
 
@@ -93,7 +93,8 @@ def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
     # A job that runs has lasted until now; of one that is over, the last end is known.
     over = (ranks + 1) * far if snapshot.live else np.maximum.reduceat(end, first)
     span = over - begin[first]
-    enough = (count >= 2) & (span > 0)
+    # Ends that were noticed within the time that it takes to notice one show no pace.
+    enough = (count >= 2) & (span > (0 if is_known else NOTICED_S))
     if not enough.any():
         return None, None
     busy = np.bincount(rank, weights=inside)[ranks]

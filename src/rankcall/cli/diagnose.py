@@ -13,7 +13,8 @@ import typer
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.logs.following import follow_logs
 from rankcall.analysis.looks import by_interest, diagnose_asking
-from rankcall.analysis.snapshot import threads_in_calls
+from rankcall.analysis.snapshot import ALIVE, threads_in_calls
+from rankcall.analysis.verdicts.facts import Relation
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli.common import (
     Attempt,
@@ -26,6 +27,7 @@ from rankcall.cli.common import (
 )
 from rankcall.imports.logs.reading import STDIN, is_log
 from rankcall.imports.node import ask_node
+from rankcall.process import host_name
 from rankcall.report import diagnosis_text
 from rankcall.report.json import render_verdict
 from rankcall.run.stacks import stacks_of
@@ -33,6 +35,12 @@ from rankcall.run.stacks import stacks_of
 __all__ = ["command"]
 
 _MOST_STACKS = 4096  # ranks
+_ABOUT_DEVICES = (
+    Relation.NOT_STARTED,
+    Relation.STARTED_NOWHERE,
+    Relation.START_UNKNOWN,
+    Relation.STUCK_TRANSFER,
+)
 _DAY_S = 24 * 3600.0
 _AS_IN = "write it as in --log FILE --follow 600"
 
@@ -69,7 +77,9 @@ def command(
         typer.Option(
             "--node",
             help="Show what the kernel of this node reported in the last day (Xid, lack of memory, "
-            "lost links), if it may be read. The verdict does not rest on it.",
+            "lost links), if it may be read, and of which devices NVML reports trouble. The "
+            "verdict does not rest on it. If a running job hangs on a device of this node, what "
+            "there is to tell is shown without asking.",
         ),
     ] = False,
     log: Annotated[
@@ -134,7 +144,10 @@ def command(
 
 def _print(result: Verdict, json: bool, dumped: dict[int, str], *, asks_node: bool) -> None:
     """Print a verdict with the dumped stacks of some ranks, and with what this node knows."""
-    node = ask_node(time.time() - _DAY_S) if asks_node else None
+    about_device = _is_about_device_here(result)
+    node = ask_node(time.time() - _DAY_S) if asks_node or about_device else None
+    if node is not None and not (asks_node or node.is_news):
+        node = None
     if json:
         sys.stdout.write(render_verdict(result, dumped, node))
         return
@@ -145,3 +158,13 @@ def _print(result: Verdict, json: bool, dumped: dict[int, str], *, asks_node: bo
         sys.stdout.write(diagnosis_text.diagnosis_text(result, console.width, dumped))
     if node is not None:
         sys.stdout.write(f"\n{node.text()}\n")
+
+
+def _is_about_device_here(verdict: Verdict) -> bool:
+    """Tell whether a running job hangs, as the verdict says, on a device of this node."""
+    return (
+        verdict.stops
+        and any(position.process.host == host_name() for position in verdict.ranks)
+        and any(position.process.state == ALIVE for position in verdict.ranks)
+        and any(fact.relation in _ABOUT_DEVICES for fact in verdict.findings[0].facts)
+    )

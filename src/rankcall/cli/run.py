@@ -185,7 +185,7 @@ def _say_what_the_node_knows(outcome: Outcome, began: float, oom_kills_before: i
     """If workers failed, print what the kernel of this node has reported since the job began."""
     if outcome.failed:
         node = ask_node(began, oom_kills_before)
-        if node.lines or node.oom_kills > 0:
+        if node.is_news:
             typer.echo(f"\n{node.text()}", err=True)
 
 

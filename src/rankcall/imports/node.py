@@ -1,8 +1,8 @@
-"""What this node knows of a failure: its kernel's log, and the memory of this process's cgroup.
+"""What this node knows of a failure: its kernel's log, its devices, and its cgroup's memory.
 
-It is read on request only. The kernel's log is often forbidden, above all in containers; then it is
-absent, and the report says so. In a container, process ids are its own, and the kernel's lines may
-be about another container's process: such lines are left out there.
+It is read on request, or if a verdict is about a device. The kernel's log is often forbidden, above
+all in containers; then it is absent, and the report says so. In a container, process ids are its
+own, and the kernel's lines may be about another container's process: such lines are left out there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rankcall.imports.logs.sources.nodes import SOURCES
+from rankcall.imports.nvml import ask_devices
 from rankcall.printable import clean
 from rankcall.process import host_name
 
@@ -41,6 +42,7 @@ class NodeReport:
     Attributes:
         host: The node.
         lines: What its kernel reports, oldest first, with the time of each.
+        devices: What NVML reports of devices in trouble, now.
         oom_kills: How often the kernel killed a process because the memory of this process's cgroup
             ran out, since the time that was asked for; -1: not known.
         problems: What cannot be read here, and why.
@@ -48,12 +50,19 @@ class NodeReport:
 
     host: str
     lines: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
     oom_kills: int = -1
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_news(self) -> bool:
+        """Whether the node knows of a trouble."""
+        return bool(self.lines or self.devices or self.oom_kills > 0)
 
     def text(self) -> str:
         """Return the report as lines of text."""
         lines = [f"What {self.host} knows", *(f"  kernel: {line}" for line in self.lines)]
+        lines += [f"  NVML: {line}" for line in self.devices]
         if self.oom_kills > 0:
             times = "once" if self.oom_kills == 1 else f"{self.oom_kills} times"
             lines.append(f"  the memory of this cgroup ran out {times}, and a process was killed")
@@ -63,7 +72,9 @@ class NodeReport:
 
 
 def ask_node(since: float, oom_kills_before: int = 0) -> NodeReport:
-    """Return what this node knows of the time since then. It takes some 4 s at most.
+    """Return what this node knows of the time since then.
+
+    It takes some 4 s at most, and some 20 s if the driver of the devices does not answer.
 
     Args:
         since: Seconds since 1970; older lines of the kernel are left out.
@@ -73,6 +84,8 @@ def ask_node(since: float, oom_kills_before: int = 0) -> NodeReport:
     count = oom_kills()
     report.oom_kills = max(count - max(oom_kills_before, 0), 0) if count >= 0 else -1
     _ask_kernel(report, since)
+    report.devices, why_unknown = ask_devices()
+    report.problems += [why_unknown] if why_unknown else []
     return report
 
 

@@ -220,6 +220,18 @@ def test_hosts_far_ahead_are_no_pace(tmp_path: Path, seconds: float) -> None:
     assert found.calls_per_s == pytest.approx(true.steps_per_s, rel=0.5)  # by whole seconds
 
 
+def test_ends_that_were_noticed_together_are_no_pace(tmp_path: Path) -> None:
+    """A thousand ends were noticed within a millisecond: when the ops ended is not known."""
+    ends = [
+        Call(rank, seq, seq * MS, 5000 * MS + seq * 1000, group=group_of(2), flags=FLAG_DEVICE)
+        for rank in (0, 1)
+        for seq in range(1, 1001)
+    ]
+    snapshot = snapshot_of_run(load(write_world(tmp_path / "run", ends)))
+    assert not snapshot.live
+    assert pace(snapshot).calls_per_s is None
+
+
 def test_a_device_that_ends_steps_issued_long_ago_goes_on(tmp_path: Path) -> None:
     """The last steps were issued a minute ago, and the devices end some of them every second."""
     true = job((1000.0, 1000.0), ahead=100, steps=100, timed=False)

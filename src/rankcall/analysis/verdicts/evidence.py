@@ -18,7 +18,10 @@ from rankcall.analysis.snapshot import (
     COLLECTIVE,
     COMPLETED,
     GONE,
+    NOTICED_S,
     P2P,
+    RECV,
+    SEND,
     Bools,
     Calls,
     Snapshot,
@@ -69,6 +72,7 @@ class HangEvidence:
     snapshot: Snapshot
     hang_after: float
     in_flight: Bools  # by call
+    allowed: Floats  # how long each call may be in flight, in s
     graph: WaitGraph
     exits: Exits
     disagreements: list[Disagreement]
@@ -81,7 +85,24 @@ class HangEvidence:
         stuck_waits = [
             wait for wait in self.graph.waits if wait.hung and not wait.absent and not wait.soft
         ]
-        return max(stuck_waits, key=lambda wait: wait.age_s, default=None)
+        stuck_waits.sort(key=lambda wait: -wait.age_s)
+        return next(filter(self._is_overdue_for_all, stuck_waits), None)
+
+    def _is_overdue_for_all(self, wait: Wait) -> bool:
+        """Tell whether a wait is overdue since its last member, or its other end, has come.
+
+        Until then, the first ones waited for that one, and nothing was stuck.
+        """
+        if not (self.snapshot.live or self.snapshot.dumped) or wait.behind:
+            return True
+        ends = self.snapshot.calls[_ends_of(self.snapshot.calls, wait)]
+        if self.snapshot.dumped:
+            may_be_over = (ends["status"] < COMPLETED) & (ends["flags"] & FLAG_ABANDONED != 0)
+            return not may_be_over.any()
+        on_device = ends["flags"] & FLAG_DEVICE != 0
+        shortest = float(self.allowed[wait.rows].min())
+        least = np.where(on_device, max(shortest, NOTICED_S), shortest)
+        return bool((ends["age_s"] >= least).all())
 
     def is_alone_in(self, wait: Wait) -> bool:
         """Tell whether dumps show one rank in a collective that none of several members came to.
@@ -159,7 +180,9 @@ def hang_evidence(
         suspects.explained = explained = _Explained(snapshot, clashes)
         cycles = [cycle for cycle in cycles if _is_cause(cycle, explained)]
         cases = culprit_cases(suspects, kinds)
-    return HangEvidence(snapshot, hang_after, in_flight, graph, exits, clashes, cycles, cases)
+    return HangEvidence(
+        snapshot, hang_after, in_flight, allowed, graph, exits, clashes, cycles, cases
+    )
 
 
 def patience(snapshot: Snapshot, hang_after: float) -> Floats:
@@ -287,6 +310,18 @@ def _may_be_over(calls: Calls) -> Bools:
     with_another[which[unknown & (calls["kind"] == COLLECTIVE)]] = True
     over: Bools = unknown | with_another[which]
     return over
+
+
+def _ends_of(calls: Calls, wait: Wait) -> Bools:
+    """Return which calls are those of a collective's members, or of a message's two ends."""
+    here = (calls["group"] == wait.group) & (calls["seq"] == wait.seq)
+    if wait.channel is None:
+        return np.asarray(here & (calls["kind"] == COLLECTIVE))
+    source, target, tag = wait.channel
+    here &= (calls["kind"] == P2P) & (calls["tag"] == tag)
+    sent = (calls["op"] == SEND) & (calls["rank"] == source) & (calls["peer"] == target)
+    received = (calls["op"] == RECV) & (calls["rank"] == target) & (calls["peer"] == source)
+    return np.asarray(here & (sent | received))
 
 
 def _left_behind(snapshot: Snapshot) -> Bools:

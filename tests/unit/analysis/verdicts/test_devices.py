@@ -5,6 +5,7 @@ In each case all hosts run ahead: they have issued three calls behind the one th
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -116,6 +117,28 @@ def test_a_verdict_does_not_speak_of_ends_that_may_not_have_been_noticed(
         else:
             assert causes(diagnosis) == [("missing", (1,))]
             assert {(row.how, row.seq) for row in diagnosis.ranks} == {("in", HUNG)}
+
+
+@pytest.mark.parametrize("flags", [0, FLAG_DEVICE])
+def test_what_the_last_rank_has_just_come_to_is_not_stuck(tmp_path: Path, flags: int) -> None:
+    """The others have waited for that rank. Whether the call is stuck shows from then on."""
+    call = calls_on_devices((), told=False)
+    late = [
+        replace(one, at=67_000 * MS) if one.rank == 1 and one.seq >= HUNG else one for one in call
+    ]
+    messages = [
+        Call(0, 1, MS, None, "recv", group=WORLD, peer=1, api="recv"),
+        Call(1, 1, 67_000 * MS, None, "send", group=WORLD, peer=0, api="send"),
+    ]
+    for name, calls in (("call", late), ("message", messages)):
+        calls = [replace(one, flags=flags) for one in calls]
+        for seconds, found in ((70, []), (400, [("stuck" if flags else "slow_link", ())])):
+            folder = tmp_path / f"{name}-{seconds}"
+            diagnosis = diagnose_calls(folder, calls, states={}, seconds=seconds)
+            kinds = [
+                (kind, () if kind == "slow_link" else ranks) for kind, ranks in causes(diagnosis)
+            ]
+            assert kinds == found, name
 
 
 @pytest.mark.parametrize(
@@ -409,3 +432,28 @@ def test_dumps(tmp_path: Path, timing: bool) -> None:
     named = ("missing", (1,)) if timing else ("stuck", ())
     assert (finding.kind, finding.ranks, finding.seq) == (*named, 30)
     assert finding.facts[0].relation is (R.NOT_STARTED if timing else R.START_UNKNOWN)
+
+
+@pytest.mark.parametrize(("last_s", "found"), [(59, []), (30, [("stuck", ())])])
+def test_dumps_of_a_call_that_the_last_rank_had_just_come_to(
+    tmp_path: Path, last_s: int, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """The dumps were written 60 s after the others had issued it."""
+    members = (0, 1)
+    job = simulate(
+        2,
+        8,
+        groups={"world": dict.fromkeys(members, members)},
+        program=(Step("world", "all_reduce", 64, 20),),
+    )
+    for rank in members:
+        content = dump_of(job, rank)
+        last = content["entries"][-1]
+        last["state"], last["retired"] = "scheduled", False
+        last["time_discovered_started_ns"] = last["time_discovered_completed_ns"] = None
+        written_ns = last["time_created_ns"] + 60_000 * MS
+        last["time_created_ns"] += last_s * 1000 * MS * rank
+        path = tmp_path / f"rank_{rank}"
+        path.write_bytes(pickle.dumps(content))
+        os.utime(path, ns=(written_ns, written_ns))
+    assert causes(diagnose(load(tmp_path))) == found
