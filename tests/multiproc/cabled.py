@@ -100,10 +100,15 @@ class Node:
         """Pull the cable out."""
         assert _ran("ip", "-n", f"{self.interface}n", "link", "set", self.interface, "down")
 
+    def lose(self, other: Node) -> None:
+        """Lose all packets to another node."""
+        route = ("route", "add", "blackhole", f"{other.address}/32")
+        assert _ran("ip", "-n", f"{self.interface}n", *route)
+
 
 @contextlib.contextmanager
-def cabled(folder: Path) -> Iterator[list[Node]]:
-    """Make three nodes on one bridge: two for ranks, and one for the store. Skip if it fails."""
+def cabled(folder: Path, sides: str = "abc") -> Iterator[list[Node]]:
+    """Make nodes on one bridge, a letter for each. Skip if it fails."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("network and mount namespaces need root, ip and unshare")
     mark = uuid.uuid4().hex[:5]
@@ -116,7 +121,7 @@ def cabled(folder: Path) -> Iterator[list[Node]]:
             folder / f"disk-{side}",
             folder / f"memory-{side}",
         )
-        for number, side in enumerate("abc", 1)
+        for number, side in enumerate(sides, 1)
     ]
     hub = f"{bridge}n"
     try:
