@@ -1,4 +1,4 @@
-"""All attempts of a job on one line of time, as torchrun's agents noted them."""
+"""When each attempt of a job worked, and how it ended, as torchrun's agents noted it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose lateness a wait is charged to.
+"""Which ranks each wait is charged to: those that came late.
 
 Each moment that a member waits is shared equally by the ranks that it waits for at that moment. So
 one straggler bears all the waiting that it causes beyond the second-latest rank, two that come late

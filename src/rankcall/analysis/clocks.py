@@ -1,4 +1,4 @@
-"""One clock for all hosts.
+"""Align the clocks of all hosts, by collectives that end on all of them at once.
 
 Ranks of one host share CLOCK_MONOTONIC. Between hosts, the anchors in the rings' headers relate
 it to the epoch, but the epoch clocks of two hosts differ by up to seconds. A synchronising

@@ -4,6 +4,8 @@ A rank is as late to a collective as it came after the median member (the lower 
 their number is even), and not late if it came before. Only ops that no member leaves before the
 last has come count, because in the others the members need not meet; and on devices only those
 with device times, because an op that was issued has not begun.
+
+Waiting is charged by another rule: for whom the others waited (``arrivals``, ``charging``).
 """
 
 from __future__ import annotations

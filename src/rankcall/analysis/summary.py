@@ -1,4 +1,4 @@
-"""Everything that a report or a page says of a run."""
+"""The summary of a run: what every report says of it. What a page adds is in ``details``."""
 
 from __future__ import annotations
 

@@ -1,13 +1,17 @@
 """How long each rank waited for others, in each of its ops.
 
 A member waits in an op from its arrival until the ranks that it waits for have arrived, and not
-longer than it is in the op. For ops that no member leaves before the last has come, those are all
-members; at the members of a broadcast or scatter it is the root, at the root of a reduce or gather
-all members, at a receiver the sender, and at a sender that blocks until its message has gone the
-receiver. A rank that waits in several ops at once waits once: the
-time counts in the op whose wait began first. An op without an end (it failed, for example) counts
-until those ranks have arrived. An op on a device whose times are not known counts nothing: its host
-issued it ahead of the device, so nobody came then.
+longer than it is in the op. It waits for
+
+* all members, in an op that no member leaves before the last has come,
+* the root, in a broadcast or scatter,
+* all members, at the root of a reduce or gather,
+* the sender, in a receive; and the receiver, in a send that blocks until its message has gone.
+
+A rank that waits in several ops at once waits once: the time counts in the op whose wait began
+first. An op without an end (it failed, for example) counts until those ranks have arrived. An op on
+a device whose times are not known counts nothing: its host issued it ahead of the device, so nobody
+came then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Counters in the job's store, which any process that reaches the store may have raised.
 
 A counter says how many entries nodes have made, and a reader looks for each of them. So it has a
-bound by the number of ranks of the job: a list up to a number of another's took gigabytes.
+bound by the number of ranks of the job. Without one, a reader made a list as long as any number
+that somebody had written, which took gigabytes.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@
 ``JoinHook`` are torch's own classes. So torch's joinables work with this ``Join``, and joinables
 written for this package work with torch's.
 
-``block`` is one rank inside an entered ``Join``, ``batches`` what ``join.batches()`` yields,
-``shadow`` answers the collectives of the others, ``error_channel`` passes failures on, and
-``stopping`` knows where all ranks stop.
+``joinables`` checks what the user passes, and ``block`` is one rank inside an entered ``Join``.
+``batches`` are what ``join.batches()`` yields. The ranks agree in two ways: by small collectives
+(``rank_group``), and by a log in the job's store (``shared_log``). ``shadow`` answers the
+collectives of the others on a rank without inputs. ``stopping`` knows where all ranks stop,
+``error_channel`` passes failures on, and ``connections`` ends the collectives that wait for them.
 """
 
 from __future__ import annotations

@@ -4,13 +4,16 @@ A failure of the *program* comes back: an exception at a line, ranks that issue 
 restart once is worth it, because the machine may be at fault all the same. A failure of the
 *machine* does not come back at the same step, so the job is restarted as long as it gets further.
 
-The table ends every job of one node. If the program tells which steps it has saved, four failures
-in a row of which none is further than all before end the job, and a job has a last step. If it does
-not, only its own count of steps is known, which begins at 0 in each attempt and proves no progress
-of the job: then the job is restarted at most ``max_recoveries`` times, however long that takes. A
-test tries both for all orders of failures (``tests/unit/recovery/test_policy_model.py``). On
-several nodes, one without the rank that tells applies the window. If no rank tells, the window is
-the only limit.
+The table ends every job of one node:
+
+* If the program tells which steps it has saved, four failures in a row end the job of which none
+  is at a later step than all before. So a job that is restarted for ever would have no last step.
+* If it does not tell, steps are counted from 0 in each attempt, and a count proves no progress of
+  the job. Then the job is restarted at most ``max_recoveries`` times, however long that takes.
+
+A test tries both for all orders of failures (``tests/unit/recovery/test_policy_model.py``). On
+several nodes, the program may tell on one node only. The others then limit the restarts within a
+window of time. If it tells on no node, that window is the only limit.
 """
 
 from __future__ import annotations

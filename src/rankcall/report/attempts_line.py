@@ -1,4 +1,4 @@
-"""All attempts of a job in one line of text, and in words."""
+"""Draw all attempts of a job as one line of text, and say in words what they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the live view: ranks at the same line together, and a row's cells."""
+"""The rows of ``top``, and the live page's: ranks at the same line together."""
 
 from __future__ import annotations
 

@@ -37,9 +37,10 @@ HEADER_BYTES = 4096
 CAPTURES = ("unknown", "native", "python", "imported")
 MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is damaged
 MAX_TABLES_BYTES = 1 << 28  # the same of side tables
-# How many records writers may be ahead of ``head``. Each of them writes its own index there after
-# its record, without a look at what is there, so the field may go back by as many records as
-# threads issue at the same moment. More than 64 threads of one process do not.
+# How many records writers may be ahead of ``head``. A thread that has written record 8 stores 8 in
+# that field even if another thread has stored 9 there already, because to compare first would cost
+# time in each op. So the field may be too low by as many records as threads issue at the same
+# moment, which no process does with more than 64.
 AHEAD = 64
 
 # 3 MiB of records, 1 MiB of names and the in-flight table. A container has 64 MiB of shared memory

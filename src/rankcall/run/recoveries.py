@@ -1,4 +1,4 @@
-"""How the attempts of a job ended that is to carry on, and what was decided: ``recoveries/``.
+"""How each attempt of a job that restarts has ended, and what was decided: ``recoveries/``.
 
 The process that restarts the workers, which is torchrun's agent, writes one file::
 

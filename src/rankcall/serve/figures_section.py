@@ -1,4 +1,4 @@
-"""Waiting and bandwidth over the last minutes, as the curves of the live page."""
+"""The curves of the live page: waiting and bandwidth over the last minutes."""
 
 from __future__ import annotations
 

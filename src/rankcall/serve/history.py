@@ -1,4 +1,4 @@
-"""Waiting and bandwidth over the last minutes."""
+"""Keep the figures of the last minutes, of which the live page draws its curves."""
 
 from __future__ import annotations
 

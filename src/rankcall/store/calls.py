@@ -1,6 +1,7 @@
-"""One call of one rank: its errors, and the member of this process that makes it.
+"""One call of one rank: run its protocol, and say its errors in the user's terms.
 
-The functions that users call are in ``barriers``, ``exchanges`` and ``cleaning``.
+A *member* is this process as one rank, with what it remembers between calls. The functions that
+users call are in ``barriers``, ``exchanges`` and ``cleaning``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Decide when each op is described: in issue order per group, and one call of a function as one op.
 
 An op that ended waits while an earlier op of its group is in flight. An op that has been in flight
-for ``OVERDUE_NS`` is described as issued, and no longer blocks the later ones. At the end, so is
-each op whose end is not known. The ops of one call that sends pickles are merged into one.
+for ``OVERDUE_NS`` is described as issued, and no longer blocks the later ones. When the trace ends,
+each op that is still in flight is described as issued. The ops of one call that sends pickles are
+merged into one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The evidence that verdicts rest on.
+"""The evidence that verdicts rest on: which calls are overdue, and who waits for whom.
 
 For a hang it is the calls that are overdue, and the waits behind them (``HangEvidence``). It is
 worked out once for a snapshot, and every kind of verdict that can be behind a hang reads it. For a

@@ -6,9 +6,8 @@ wait can be proved at once, from what the ranks have recorded:
 * All members of a group are in one call, and do not agree on the op, the size or the root.
 * A rank that has not come to a call never will: its process is gone, or an exception has ended its
   program. Or it died in the call, some time ago, and the others are still in it.
-* Ranks wait for each other in a circle, each of them with a thread that is in a function which
-  returns only when its call has ended, and from which alone the call can come that the next one
-  waits for.
+* Ranks wait for each other in a circle. The thread that would issue the call for which the next
+  rank waits is blocked itself: it is in a function that returns only when its own call has ended.
 
 Rings are read one after the other, so one reading can show a moment that never was. A proof holds
 if two readings have it: it names the records, which then were in flight from the end of the first

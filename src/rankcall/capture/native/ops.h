@@ -1,5 +1,5 @@
-// Where an op's arguments are read, and what they mean: from its schema, because torch adds ops, and
-// from the table of ops in rankcall/record.py.
+// The position and the meaning of each argument of an op: from its schema, because torch adds ops,
+// and from the table of ops in rankcall/record.py. issue.h reads the arguments at these positions.
 #pragma once
 
 #include <ATen/SparseTensorImpl.h>
