@@ -15,8 +15,8 @@ from rankcall.durations import Duration, seconds
 from rankcall.store import errors, protocol, tickets
 from rankcall.store.arguments import check_prefix, check_rank, check_world
 from rankcall.store.calls import RankCall, perform
-from rankcall.store.keys import BARRIER, Keys
-from rankcall.store.local import local_store, place_of
+from rankcall.store.keys import BARRIER
+from rankcall.store.local import LocalStore, LocalWorld, local_store
 
 
 def barrier(
@@ -69,28 +69,21 @@ def barrier(
         check_world(world_size)
         if rank_tracing_decoder is not None:
             raise ValueError("rank_tracing_decoder names ranks: give rank as well")
-        _barrier_without_ranks(store, local.keys(key_prefix, attempt, world_size), timeout_s, what)
+        world = local.world(key_prefix, attempt, world_size)
+        _barrier_without_ranks(store, local, world, timeout_s, what)
         return
     check_rank(rank, world_size)
-    keys = local.keys(key_prefix, attempt, world_size)
-    request = RankCall(
-        "barrier",
-        keys,
-        rank,
-        timeout_s,
-        what,
-        hosts,
-        rank_tracing_decoder,
-        names_missing=True,
-    )
+    world = local.world(key_prefix, attempt, world_size)
+    keys = world.keys
+    request = RankCall("barrier", world, rank, timeout_s, what, hosts, rank_tracing_decoder)
     perform(store, local, request, lambda member: protocol.meet(keys, member, trace_s > 0), BARRIER)
 
 
-def _barrier_without_ranks(store: Store, keys: Keys, timeout_s: float, what: str | None) -> None:
+def _barrier_without_ranks(
+    store: Store, local: LocalStore, world: LocalWorld, timeout_s: float, what: str | None
+) -> None:
     """Wait until ``world_size`` processes are here."""
-    place = place_of(keys)
-    local = local_store(store)
-    mine = local.tickets.setdefault(place, tickets.Tickets())
+    keys, mine = world.keys, world.tickets
     drawn: list[int] = []
 
     def steps() -> Steps[None]:

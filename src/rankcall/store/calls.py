@@ -21,11 +21,13 @@ from rankcall.c10d.requests import Steps
 from rankcall.process import host_name
 from rankcall.store import errors, protocol
 from rankcall.store.errors import Decoder
-from rankcall.store.keys import Keys
-from rankcall.store.local import LocalMember, LocalStore
+from rankcall.store.local import LocalMember, LocalStore, LocalWorld
 from rankcall.whole_numbers import whole_number
 
 T = TypeVar("T")
+# If the time is over and the store is only too slow to name the missing ranks, the error of these
+# functions is a ``BarrierTimeout`` that names none, and no ``StoreLostError``.
+_NAMES_MISSING = ("barrier", "synchronize")
 
 
 class RankCall(Call):
@@ -33,14 +35,12 @@ class RankCall(Call):
 
     Args:
         kind: The function.
-        keys: The keys of the caller's world.
+        world: The caller's world, as this process remembers it.
         rank: The caller's rank.
         timeout_s: The caller's timeout.
         what: The caller's name for the purpose of the call.
         hosts: The hosts that the caller knows, by rank.
         decoder: Turns a rank into a name that a person knows.
-        names_missing: If the time is over and the store is only too slow to name the missing ranks,
-            the error is a ``BarrierTimeout`` that names none, and no ``StoreLostError``.
     """
 
     did = "arrived"  # what the ranks have done that are not missing
@@ -48,23 +48,21 @@ class RankCall(Call):
     def __init__(
         self,
         kind: str,
-        keys: Keys,
+        world: LocalWorld,
         rank: int,
         timeout_s: float,
         what: str | None = None,
         hosts: Mapping[int, str] | None = None,
         decoder: Decoder | None = None,
-        *,
-        names_missing: bool = False,
     ) -> None:
         self.kind = kind
-        self.keys = keys
+        self.world = world
+        self.keys = world.keys
         self.rank = rank
         self.timeout_s = timeout_s
         self.what = what
         self.hosts = hosts
         self.decoder = decoder
-        self.names_missing = names_missing
 
     @property
     def name(self) -> str:
@@ -138,13 +136,13 @@ def perform(
         advances: The kind of call whose generation ends when the protocol returns. Only the
             caller's thread goes on to the next one: a helper that was given up may end later.
     """
-    keys = request.keys
+    members = request.world.members
     deadline = clock.monotonic() + request.timeout_s
     left_s = request.timeout_s
     while True:
-        member = local.member(keys, request.rank)
-        if member is None:
-            member = local.new_member(store, keys, request.rank)
+        member = members.get(request.rank)
+        if member is None or member.is_retired:
+            member = local.new_member(store, request.world, request.rank)
             left_s = max(0.001, deadline - clock.monotonic())
         if not member.lock.acquire(False):
             _wait_for_earlier_call(member, request, store, deadline)
@@ -155,12 +153,13 @@ def perform(
                 member.progress[advances].advance()
             return result
         except protocol.SameProcess as same:
-            local.adopt(cast("LocalMember", same.member), keys, request.rank)
+            # By way of another object for the same store.
+            members[request.rank] = cast("LocalMember", same.member)
             left_s = max(0.001, deadline - clock.monotonic())
         except protocol.ProtocolError as error:
             raise request.explained(error, member, store) from None
         except StoreLostError as error:
-            if request.names_missing and error.answered_lately:
+            if request.kind in _NAMES_MISSING and error.answered_lately:
                 raise request.timed_out(protocol.NotAllArrived((), named=False)) from None
             raise
         finally:

@@ -18,7 +18,7 @@ from rankcall.store.arguments import check_prefix, check_rank, check_world
 from rankcall.store.calls import RankCall, perform
 from rankcall.store.errors import name_of
 from rankcall.store.keys import CLEAN_UP, Keys
-from rankcall.store.local import LocalMember, local_store, place_of, retire
+from rankcall.store.local import LocalMember, local_store, retire
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,23 +81,23 @@ def clean_up(
     check_prefix(key_prefix)
     check_world(world_size)
     timeout_s = seconds(timeout, "timeout")
-    keys = local.keys(key_prefix, attempt, world_size)
+    world = local.world(key_prefix, attempt, world_size)
+    keys = world.keys
     if rank is None:
         call = Call(name_of("clean_up", key_prefix, None))
         client.perform(store, timeout_s, protocol.remove_all(keys), call=call)
         local.forget(keys)
         return
     check_rank(rank, world_size)
-    place = *place_of(keys), rank
-    cleaned = local.members.get(place)
+    cleaned = world.members.get(rank)
     if cleaned is not None and cleaned.is_retired:
         # This process has cleaned up before. If the keys of that use are still there, its answer
         # was lost or another rank has not come yet: go on with that clean-up, and begin no new one.
         cleaned.is_retired = False
-        again = RankCall("clean_up", keys, rank, timeout_s)
+        again = RankCall("clean_up", world, rank, timeout_s)
         if perform(store, local, again, lambda member: _retire(keys, member)):
             return
-    request = RankCall("clean_up", keys, rank, timeout_s)
+    request = RankCall("clean_up", world, rank, timeout_s)
     perform(store, local, request, lambda member: _retire(keys, member))
 
 

@@ -58,8 +58,9 @@ def synchronize(
     check_rank(rank, world_size)
     check_rank(host_rank, world_size, "host_rank")
     timeout_s = seconds(timeout, "timeout")
-    keys = local.keys(key_prefix, attempt, world_size)
-    request = RankCall("synchronize", keys, rank, timeout_s, what, names_missing=True)
+    world = local.world(key_prefix, attempt, world_size)
+    keys = world.keys
+    request = RankCall("synchronize", world, rank, timeout_s, what)
     value = _checked(data, rank)
     return perform(
         store,
@@ -169,9 +170,10 @@ def get_all(
     check_rank(host_rank, world_size, "host_rank")
     own: Any = store  # torch's types leave ``timeout`` out
     timeout_s = seconds(own.timeout if timeout is None else timeout, "timeout")
-    keys = local.keys(prefix, attempt, world_size)
+    world = local.world(prefix, attempt, world_size)
+    keys = world.keys
     names = [f"{prefix}{index}" for index in range(world_size)]
-    request = RankCall("get_all", keys, rank, timeout_s, what)
+    request = RankCall("get_all", world, rank, timeout_s, what)
     request.did = "have set their key"
     values, unread = perform(
         store,

@@ -6,13 +6,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from rankcall.whole_numbers import whole_number
 
 BARRIER, EXCHANGE, GET_ALL, CLEAN_UP = "b", "s", "g", "c"
 _CLAIM = "claim"
-_MOST_TO_REMOVE = 10  # keys of two generations; ranks beyond have no share of them
 
 
 def attempt_of_this_process() -> int:
@@ -89,21 +88,24 @@ class Keys:
         wait at the next barrier. With 16 ranks this was worth 4 % of a barrier. The last rank
         begins, because rank 0 has to wait for the others after an exchange.
         """
-        position = self.world_size - 1 - rank
-        if number % 2 == 0 or (position >= _MOST_TO_REMOVE and self.appends):
+        if number % 2 == 0:
             return []
-        keys: list[str] = []
-        for earlier in range(max(0, number - 2), number):
-            logs = [self.log(kind, earlier)]
-            if kind == EXCHANGE:
-                logs += self.data(earlier), self.left(kind, earlier)
-            if not self.appends:
-                keys += [f"{log}/{rank}" for log in logs]
-            elif self.counts:
-                keys += *logs, self.turnstile(kind, earlier)
-            else:
-                keys += *logs, self.count(kind, earlier), self.release(kind, earlier)
-        return keys[position :: self.world_size] if self.appends else keys
+        parts = self._parts[kind]
+        first, step = (self.world_size - 1 - rank, self.world_size) if self.appends else (0, 1)
+        removed = len(parts) * min(number, 2)  # keys of two generations, and of one at first
+        if first >= removed:
+            return []  # most ranks of a large world: no key is put together for them
+        keys = []
+        for index in range(first, removed, step):
+            back, part = divmod(index, len(parts))
+            keys.append(f"{self._sized}{kind}{number - 1 - back}/{parts[part]}")
+        return keys if self.appends else [f"{key}/{rank}" for key in keys]
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[str, ...]]:
+        """How the keys of a generation end, by the kind of call."""
+        waited = () if not self.appends else ("in",) if self.counts else ("count", "go")
+        return {BARRIER: ("log", *waited), EXCHANGE: ("log", *waited, "data", "left")}
 
     @property
     def tickets(self) -> str:
@@ -161,14 +163,6 @@ class Keys:
 def is_claim(key: str) -> bool:
     """Return whether a key of ours holds a claim."""
     return key.rpartition("/")[2].startswith(_CLAIM)
-
-
-@lru_cache(maxsize=4096)
-def keys_of(prefix: str, attempt: int, world_size: int, appends: bool, counts: bool) -> Keys:
-    """Return the keys of a world; made once while they are in use."""
-    if attempt < 0:
-        raise ValueError(f"attempt counts restarts from 0; got {attempt}")
-    return Keys(prefix, attempt, world_size, appends, counts)
 
 
 def line_of(rank: int) -> bytes:

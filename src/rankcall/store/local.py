@@ -16,7 +16,7 @@ from rankcall.c10d.calls import Call, on_fork
 from rankcall.c10d.location import is_hosted_here
 from rankcall.c10d.own_connections import StoreState, state_of
 from rankcall.process import host_name
-from rankcall.store.keys import Keys, attempt_of_this_process, keys_of
+from rankcall.store.keys import Keys, attempt_of_this_process
 from rankcall.store.protocol import Claim, Member
 from rankcall.store.tickets import Tickets
 
@@ -47,20 +47,34 @@ on_fork(_members_here.clear)
 
 
 @dataclass
+class LocalWorld:
+    """The memory of one world under one prefix, until that is cleaned up."""
+
+    keys: Keys
+    members: dict[int, LocalMember] = field(default_factory=dict)  # this process, by its ranks
+    tickets: Tickets = field(default_factory=Tickets)
+
+
+@dataclass
 class LocalStore:
     """The memory of one store object. It lives as long as that does."""
 
     state: StoreState  # with the connections that all protocols share
     attempt: int  # of the job, when this process first agreed over the store
-    members: dict[tuple[str, int, int, int], LocalMember] = field(default_factory=dict)
-    tickets: dict[tuple[str, int, int], Tickets] = field(default_factory=dict)
+    worlds: dict[tuple[str, int, int], LocalWorld] = field(default_factory=dict)
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # of roll calls
     _is_hosted_here: bool | None = None
 
-    def keys(self, prefix: str, attempt: int | None, world_size: int) -> Keys:
-        """Return the keys of a world under a prefix."""
-        which = self.attempt if attempt is None else attempt
-        return keys_of(prefix, which, world_size, self.state.appends, self.state.counts)
+    def world(self, prefix: str, attempt: int | None, world_size: int) -> LocalWorld:
+        """Return the memory of a world; raise ``ValueError`` if there can be no such attempt."""
+        place = prefix, self.attempt if attempt is None else attempt, world_size
+        world = self.worlds.get(place)
+        if world is None:
+            if place[1] < 0:
+                raise ValueError(f"attempt counts restarts from 0; got {attempt}")
+            keys = Keys(*place, self.state.appends, self.state.counts)
+            world = self.worlds.setdefault(place, LocalWorld(keys))  # another thread may be faster
+        return world
 
     def is_hosted_here(self, store: Store) -> bool:
         """Return whether the store ends with this process.
@@ -71,38 +85,20 @@ class LocalStore:
             self._is_hosted_here = is_hosted_here(store)
         return self._is_hosted_here
 
-    def member(self, keys: Keys, rank: int) -> LocalMember | None:
-        """Return this process as a rank of a world; None if it has to become a member first."""
-        member = self.members.get((keys.prefix, keys.attempt, keys.world_size, rank))
-        return None if member is None or member.is_retired else member
-
-    def new_member(self, store: Store, keys: Keys, rank: int) -> LocalMember:
+    def new_member(self, store: Store, world: LocalWorld, rank: int) -> LocalMember:
         """Make this process a rank of a world, on this store object."""
-        claim = _new_claim(rank, keys.world_size)
+        claim = _new_claim(rank, world.keys.world_size)
         new = LocalMember(claim, _members_here, _retired, self.is_hosted_here(store))
-        place = *place_of(keys), rank
-        earlier = self.members.get(place)
+        earlier = world.members.get(rank)
         if earlier is not None and earlier.is_retired:
-            self.members.pop(place, None)
-        member = self.members.setdefault(place, new)  # another thread may have been faster
+            world.members.pop(rank, None)
+        member = world.members.setdefault(rank, new)  # another thread may have been faster
         _members_here[member.claim.nonce] = member
         return member
 
-    def adopt(self, member: LocalMember, keys: Keys, rank: int) -> None:
-        """Use a member that this process has by way of another object for the same store."""
-        place = *place_of(keys), rank
-        self.members[place] = member
-
     def forget(self, keys: Keys) -> None:
-        """Forget the members of a world, whose keys have been removed."""
-        for place in [place for place in self.members if place[:3] == place_of(keys)]:
-            del self.members[place]
-        self.tickets.pop(place_of(keys), None)
-
-
-def place_of(keys: Keys) -> tuple[str, int, int]:
-    """Return what tells a world apart from all others in one store."""
-    return keys.prefix, keys.attempt, keys.world_size
+        """Forget a world, whose keys have been removed."""
+        self.worlds.pop((keys.prefix, keys.attempt, keys.world_size), None)
 
 
 def retire(member: LocalMember) -> None:

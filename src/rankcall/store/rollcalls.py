@@ -95,7 +95,7 @@ def rollcall(
     check_prefix(key_prefix)
     check_rank(rank, world_size)
     timeout_s = seconds(timeout, "timeout")
-    keys = local.keys(key_prefix, attempt, world_size)
+    keys = local.world(key_prefix, attempt, world_size).keys
     names = [keys.answer(member) for member in range(world_size)]
     own = asdict(Answer(rank, host_name(), os.getpid(), newest() if doing is None else doing))
     # The nonce makes each answer of a rank another one, also if it says the same.
