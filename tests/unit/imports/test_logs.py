@@ -868,3 +868,78 @@ def test_a_wrapped_line_without_an_end(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text("\n".join(["Watchdog caught", *(row[:100] for row in rows)] * 3))
     assert judged(path)[1] == ()
+
+
+OLD_FAULT = (
+    "[E ProcessGroupNCCL.cpp:916] [Rank {0}] NCCL watchdog thread terminated with exception: CUDA "
+    "error: an illegal memory access was encountered"
+)
+OLD_TIMEOUT = (
+    "[E ProcessGroupNCCL.cpp:474] [Rank {0}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum={1}, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1800123 milliseconds "
+    "before timing out."
+)
+
+
+@pytest.mark.parametrize(
+    ("why", "lines", "expected"),
+    [
+        (
+            "the others wait in one call",
+            [OLD_FAULT.format(2), *(OLD_TIMEOUT.format(rank, 7) for rank in (0, 1, 3))],
+            ("dead", (2,)),
+        ),
+        (
+            "the exception is repeated when the process ends",
+            [OLD_FAULT.format(2), f"  what():  {OLD_FAULT.format(2).partition('] ')[2]}"],
+            ("dead", (2,)),
+        ),
+        (
+            "torchrun reports the rank",
+            [OLD_FAULT.format(2), *torchrun(2, -6, [(0, -15)])],
+            ("dead", (2,)),
+        ),
+        (
+            "one process may have both numbers",
+            [OLD_FAULT.format(2), OLD_FAULT.format(6)],
+            ("undecided", ()),
+        ),
+        (
+            "time-outs in two groups",
+            [OLD_FAULT.format(2), OLD_TIMEOUT.format(0, 7), OLD_TIMEOUT.format(1, 9)],
+            ("undecided", ()),
+        ),
+        (
+            "two processes have one number",
+            [OLD_FAULT.format(2), OLD_TIMEOUT.format(0, 7), OLD_TIMEOUT.format(0, 7)],
+            ("undecided", ()),
+        ),
+        (
+            "a rank has another number",
+            [OLD_FAULT.format(1), "[rank5]:" + OLD_TIMEOUT.format(2, 7)],
+            ("undecided", ()),
+        ),
+        (
+            "it has waited before",
+            [OLD_TIMEOUT.format(2, 7), OLD_FAULT.format(2)],
+            ("undecided", ()),
+        ),
+        (
+            "the job has groups of several kinds",
+            ["+ train.py --tensor-model-parallel-size 4", OLD_FAULT.format(2)],
+            ("undecided", ()),
+        ),
+        (
+            "torchrun reports other ranks",
+            [OLD_FAULT.format(2), *torchrun(6, -6, [(0, -15)])],
+            ("undecided", ()),
+        ),
+    ],
+)
+def test_a_number_in_a_group_is_a_rank_if_there_is_one_group(
+    tmp_path: Path, why: str, lines: list[str], expected: tuple[str, tuple[int, ...]]
+) -> None:
+    """torch before 2.3 wrote no rank in the job before its messages."""
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(lines) + "\n")
+    assert judged(path) == expected, why

@@ -4,7 +4,8 @@ A log has only what ranks wrote when they failed, and most of them are victims. 
 only for one of these reasons:
 
 * torch itself compared the ranks: a mismatch or a monitored barrier of DETAIL mode, a report of
-  TORCH_NCCL_DESYNC_DEBUG; or watchdogs wrote different calls of one number (``comparing``);
+  TORCH_NCCL_DESYNC_DEBUG; or watchdogs wrote different calls of one number (``comparing``), or
+  NCCL itself did (``enqueued``);
 * its process was killed, or its own device or exception ended it, and that does not follow from
   another rank (``failures``);
 * it wrote that its last collective in a group is older than the one that others timed out in
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case
 from rankcall.analysis.logs.comparing import absent, behind, different, lagging, mismatch, models
+from rankcall.analysis.logs.enqueued import enqueued_differently
 from rankcall.analysis.logs.failures import dead
 from rankcall.analysis.logs.undecided import undecided
 from rankcall.analysis.verdicts.verdict import Verdict
@@ -30,7 +32,10 @@ from rankcall.problems import texts
 
 __all__ = ["NOTHING", "UNDECIDED", "diagnose_logs"]
 
-_REASONS = (mismatch, models, different, dead, absent, lagging, behind)  # the surest first
+_REASONS = (  # the surest first
+    *(mismatch, models, different, dead),
+    *(enqueued_differently, absent, lagging, behind),
+)
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Verdict:

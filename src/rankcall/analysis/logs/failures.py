@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankcall.analysis.logs.case import Case, ranks_text, subject
+from rankcall.analysis.logs.case import Case, Numbering, ranks_text, subject
 from rankcall.analysis.verdicts.facts import Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
-from rankcall.imports.logs.facts import DeviceFault, Fatal, LauncherExit
+from rankcall.imports.logs.facts import DeviceFault, Fatal, LauncherExit, Member
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.tracebacks import Failure, Raised
 
 _SIGKILL, _SIGTERM = 9, 15
+# Words of programs and settings that make several groups, in which ranks have other numbers.
+_DIVIDED = (
+    *("vllm", "Vllm", "sglang", "SGLang", "megatron", "Megatron", "mesh"),
+    *(f"{kind}{dash}parallel" for kind in ("model", "tensor", "pipeline") for dash in "-_ "),
+)
 # Failures within this time are one set: their order is not known. Clocks of hosts differ by more.
 _SAME_MOMENT_S, _HOSTS_APART_S = 1.0, 5.0
 
@@ -115,12 +120,15 @@ def _by_device(case: Case) -> list[Finding]:
     """Return the ranks whose device failed, or that ran out of memory."""
     waited_at = {(line.writer.file, case.rank(line)): line.number for line in _waits(case)}
     faults: dict[int, _Fault] = {}
+    in_group = _rank_of_only_group(case)
     for fact in case.all.facts:
         if not isinstance(fact, DeviceFault) and not (
             isinstance(fact, Fatal) and fact.blame == "own"
         ):
             continue
         rank = case.rank_of_fact(fact)
+        if rank < 0 and isinstance(fact, DeviceFault) and fact.in_group >= 0:
+            rank = in_group
         # A watchdog that ends a process can make calls to its device fail.
         waited = waited_at.get((fact.line.writer.file, rank))
         if rank >= 0 and (waited is None or fact.line.number < waited):
@@ -141,10 +149,45 @@ def _by_device(case: Case) -> list[Finding]:
             [*(fault.line for fault in first), *case.trouble()],
             case.advice(what, hosts)
             or f"Look at the log of {ranks_text(ranks)}, and at that node's device and memory.",
-            "likely" if len(ranks) == 1 else "possible",
+            "likely" if ranks != {in_group} and len(ranks) == 1 else "possible",
             hosts=hosts,
         )
     ]
+
+
+def _rank_of_only_group(case: Case) -> int:
+    """Return the rank of the device fault whose watchdog wrote only a number in a group; else -1.
+
+    torch before 2.3 wrote no more. A process has a watchdog for each of its groups, and they may
+    number it differently. So the number is taken for the rank only if nothing shows a second group:
+    all watchdogs speak of one call, each number is of one process, and no rank has another number.
+    """
+    faults = [fault for fault in case.facts(DeviceFault) if fault.in_group >= 0]
+    numbers = {fault.in_group for fault in faults if case.rank_of_fact(fault) < 0}
+    waiting = [timeout.in_group for timeout in case.timeouts]
+    numbering = Numbering()
+    for fact in (*faults, *case.timeouts):
+        numbering.note(case.rank(fact.line), fact.in_group)
+    is_one_group = (
+        len({timeout.seq for timeout in case.timeouts}) <= 1
+        and len(set(waiting)) == len(waiting)
+        and not case.progress
+        and not numbering.wrong
+        and not case.has_said(*_DIVIDED)
+        and not any(word in fault.line.writer.stream for fault in faults for word in _DIVIDED)
+    )
+    if len(numbers) != 1 or not is_one_group or numbers & set(waiting):
+        return -1
+    number = numbers.pop()
+    reported = {failure.rank for failure in case.failures}
+    sizes = [member.size for member in case.facts(Member)]
+    if (reported and number not in reported) or number >= max(sizes, default=number + 1):
+        return -1
+    case.problem(
+        f"torch before 2.3 wrote the number of rank {number} in a process group: it is the rank in "
+        "the job if that group has all ranks"
+    )
+    return number
 
 
 def _waits(case: Case) -> Iterable[Line]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, subject
 from rankcall.analysis.logs.comparing import late_ranks
+from rankcall.analysis.logs.enqueued import last_enqueued
 from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
@@ -137,7 +138,9 @@ def _known(case: Case) -> list[Fact]:
     first = case.first()
     if first:
         facts.append(Fact(Relation.FAILED_FIRST, subject(first)))
-    return facts or _said(case)
+    facts = facts or _said(case)
+    # A job that was ended from outside stops wherever it is.
+    return facts if case.facts(Outside) else [*facts, *last_enqueued(case)]
 
 
 def _timed_out(case: Case) -> list[Fact]:

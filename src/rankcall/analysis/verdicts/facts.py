@@ -161,6 +161,10 @@ class Relation(str, Enum):
     OWN_ERROR = "own_error"  # its device or process failed, by its own words. values: error
     OWN_EXCEPTION = "own_exception"  # an exception that follows from no other rank. values: error
     CALLED = "called"  # the DETAIL mode of torch wrote so. values: seq, shape, dtype
+    # NCCL wrote so when it enqueued them on one communicator, under one number. values: number (its
+    # opCount), arguments, size, and pids and host if the ranks are not known
+    ENQUEUED = "enqueued"
+    LAST_ENQUEUED = "last_enqueued"  # the last such call that the log has, which need not be last
     MODELS_DIFFER = "models_differ"  # DDP compared them. values: has, which others have not
     NOT_AT_BARRIER = "not_at_barrier"  # a monitored barrier missed them so long. values: line
     NOT_AT_SETUP = "not_at_setup"  # nor while a group was made. values: joined, world_size

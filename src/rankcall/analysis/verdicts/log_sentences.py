@@ -79,6 +79,42 @@ def _side_called(fact: Fact) -> str:
     return f"{name_ranks(who(fact))} called {what}{_at(call.line)}"
 
 
+def _enqueued(facts: Sequence[Fact]) -> str:
+    sides = [
+        f"{_enqueuers(fact)} {call_in(fact).op} ({fact.value('arguments')})"
+        for fact in facts[:_SIDES]
+    ]
+    return (
+        f"NCCL wrote different calls with opCount {facts[0].value('number')} of a communicator of "
+        f"{facts[0].value('size')} ranks: {'; '.join(sides)}."
+    )
+
+
+def _last_enqueued(facts: Sequence[Fact]) -> str:
+    """Write how far each rank had come; of many sides, those that were least far and the farthest.
+
+    It is no more than what NCCL wrote: whoever reads this must not take it for the last call.
+    """
+    shown = facts if len(facts) <= _SIDES else (*facts[: _SIDES - 1], facts[-1])
+    sides = [
+        f"{_enqueuers(fact)} {call_in(fact).op} with opCount {fact.value('number')}"
+        for fact in shown
+    ]
+    return (
+        f"On a communicator of {facts[0].value('size')} ranks, the last calls that NCCL wrote are "
+        f"{'; '.join(sides)}. The last lines of a process that was ended may be lost."
+    )
+
+
+def _enqueuers(fact: Fact) -> str:
+    """Name the ranks or processes that enqueued a call."""
+    if fact.ranks is not None:
+        return name_ranks(fact.ranks)
+    pids, host = fact.value("pids").split(), fact.value("host")
+    several = f"es {', '.join(pids[:_SIDES])}{' and others' if len(pids) > _SIDES else ''}"
+    return f"process{several if len(pids) > 1 else f' {pids[0]}'}{f' on {host}' if host else ''}"
+
+
 def _models_differ(fact: Fact) -> str:
     return (
         f"The ranks wrap different models: {name_ranks(who(fact))} has {fact.value('has')}, and "
@@ -144,7 +180,9 @@ def _side_timed_out(fact: Fact) -> str:
 
 def _not_said(facts: Sequence[Fact]) -> str:
     """Write that no rank can be named, and what is known all the same, without a conclusion."""
-    known = [_KNOWN[fact.relation](fact) for fact in facts[1:]]
+    known = [_KNOWN[fact.relation](fact) for fact in facts[1:] if fact.relation in _KNOWN]
+    last = [fact for fact in facts if fact.relation is Relation.LAST_ENQUEUED]
+    known += [_last_enqueued(last)] if last else []
     return " ".join(["The log does not say which rank is at fault.", *known])
 
 
@@ -258,6 +296,7 @@ _ALONE: dict[Relation, Callable[[Fact], str]] = {
 _TOGETHER: dict[Relation, Callable[[Sequence[Fact]], str]] = {
     Relation.CALLED: _called,
     Relation.TIMED_OUT_IN: _timed_out_in,
+    Relation.ENQUEUED: _enqueued,
     Relation.RANK_NOT_SAID: _not_said,
 }
 

@@ -176,13 +176,37 @@ class Restarted(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A process says which rank it is in a communicator of so many ranks; 0: in the job."""
+    """A process says which rank it is in a communicator of so many ranks; 0: in the job.
+
+    ``pointer`` stands for the communicator in the process, and ``name`` in all its members.
+    """
 
     line: Line
     host: str
     pid: int  # -1: the line's prefix tells the process
     rank: int
     size: int
+    pointer: str = ""
+    name: str = ""
+
+
+class Enqueued(NamedTuple):
+    """A process says what it enqueues next on a communicator of so many ranks.
+
+    ``number`` counts the calls there; those that are made as one have the same. ``rank`` is the
+    process's rank in the communicator, or -1. ``arguments`` must be the same on all ranks.
+    """
+
+    line: Line
+    host: str
+    pid: int
+    device: int
+    pointer: str
+    size: int
+    number: int
+    op: str
+    arguments: str
+    rank: int = -1
 
 
 class Trouble(NamedTuple):
@@ -212,6 +236,7 @@ class DeviceFault(NamedTuple):
     """A process says that its own device failed or ran out of memory. ``what`` quotes it.
 
     ``by_kernel``: The kernel of the host says so, of a device that may be nobody's.
+    ``in_group``: The number of the rank in a process group, or -1.
     """
 
     line: Line
@@ -219,6 +244,7 @@ class DeviceFault(NamedTuple):
     host: str = ""
     pid: int = -1
     by_kernel: bool = False
+    in_group: int = -1
 
 
 class Fatal(NamedTuple):
@@ -278,6 +304,7 @@ Fact = (
     | AttemptEnded
     | Restarted
     | Member
+    | Enqueued
     | Trouble
     | Gone
     | DeviceFault

@@ -19,6 +19,7 @@ from rankcall.imports.logs.facts import (
     AttemptEnded,
     BarrierFailed,
     DeviceFault,
+    Enqueued,
     Fact,
     Fragment,
     Killed,
@@ -30,7 +31,7 @@ from rankcall.imports.logs.facts import (
 )
 from rankcall.imports.logs.prefixes import Line, Prefixes, Step, Writer
 from rankcall.imports.logs.reading import Log, RawLine, logs_of
-from rankcall.imports.logs.sources import facts_of, markers
+from rankcall.imports.logs.sources import facts_of, markers, repeated
 from rankcall.imports.logs.tracebacks import (
     Failure,
     Raised,
@@ -49,6 +50,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 # For the messages of all logs together, beside the search for their lines. A line of 16 KiB that
 # was made to be slow takes up to 0.4 s, so the lines that are kept could take half an hour.
 _MOST_SECONDS = 60.0
+_MOST_NEWEST = 1 << 16  # lines of all logs together that only tell what is enqueued next
 _SAMPLE = 200  # excerpts from which prefixes and wrapping are learnt
 _LAST = 5  # lines after the exception that ended a program
 _NEAR = 5  # lines between "failed to start" and its traceback
@@ -57,7 +59,7 @@ _SHOWN = 170  # characters of a quoted line
 _CHILD = re.compile(r"Process [\w:.-]{1,80}:$")
 # CANN writes what failed in the line below, which has no rank.
 _INNER_ERROR = "9999: Inner Error!"
-_QUIET = (Restarted, Member, Killed)  # say nothing of a failure
+_QUIET = (Restarted, Member, Enqueued, Killed)  # say nothing of a failure
 _NAMED_RANK = re.compile(r"rank[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 # composer writes what a rank wrote after that rank has ended, between two such lines.
 _SECTION = re.compile(r"-{5,} ?(Begin|End) global rank (\d{1,7}) (?:STDERR|STDOUT) ?-{5,}")
@@ -176,7 +178,7 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
     for log in logs:
         reader = _Reader(log_facts, log)
         try:
-            for line in _lines_of(log):
+            for line in _lines_of(log, max(1, _MOST_NEWEST // len(logs))):
                 began = time.perf_counter()
                 reader.read(line)
                 left_s -= time.perf_counter() - began
@@ -215,7 +217,7 @@ def _settle_gathered(log_facts: LogFacts) -> None:
             raised.led_on = True  # it only announces them
 
 
-def _lines_of(log: Log) -> Iterator[Line]:
+def _lines_of(log: Log, most_newest: int) -> Iterator[Line]:
     """Yield the lines of interest of a log, without prefixes, wrapped ones rejoined.
 
     All excerpts are read first, because the prefixes and the width of a terminal show only in many
@@ -223,7 +225,7 @@ def _lines_of(log: Log) -> Iterator[Line]:
     before; a program or its launcher wraps before a collector does so. Both are undone, the
     outermost first.
     """
-    runs = list(log.excerpts(markers()))
+    runs = list(log.excerpts(markers(), repeated(), most_newest))
     sample = [log.head] if log.is_short else [log.head, *runs[:_SAMPLE]]
     texts = [line.text for run in sample for line in run]
     prefixes = Prefixes(log.index, texts)
@@ -233,6 +235,8 @@ def _lines_of(log: Log) -> Iterator[Line]:
     if wrapping is not None:
         whole = runs = [[*wrapping.undone(run)] for run in whole]
         texts = [line.text for run in runs[:_SAMPLE] for line in run]
+    runs = _with_newest(runs, log.newest)
+    whole = whole if log.is_short else runs
     steps = prefixes.collector(texts)
     if steps or any("\x1b" in text for text in texts):
         sample = [runs[0] if wrapping is not None and runs else log.head, *runs[:_SAMPLE]]
@@ -243,6 +247,15 @@ def _lines_of(log: Log) -> Iterator[Line]:
     for run in runs:
         for raw in run:
             yield from prefixes.read(raw.number, raw.text)
+
+
+def _with_newest(
+    runs: Sequence[list[RawLine]], newest: Sequence[RawLine]
+) -> Sequence[list[RawLine]]:
+    """Return runs of lines and the newest lines of messages that come again and again, in order."""
+    there = {line.number for run in runs for line in run} if newest else set()
+    others = [[line] for line in newest if line.number not in there]
+    return sorted([*runs, *others], key=lambda run: run[0]) if others else runs
 
 
 def _by_stream(
@@ -316,9 +329,11 @@ class _Reader:
             log_facts.ranks[key].add(writer.rank)
         if writer.task >= 0:
             log_facts.tasks[key] = writer.task
-        for fact in facts_of(line):
+        facts = facts_of(line)
+        for fact in facts:
             self._take(fact, line)
-        if self._report.take(line):
+        # What a process enqueues may be written in the middle of a traceback, and is none of it.
+        if any(isinstance(fact, Enqueued) for fact in facts) or self._report.take(line):
             return
         self._read_stack(line)
         self._read_traceback(line)

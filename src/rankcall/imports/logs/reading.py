@@ -18,7 +18,8 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple, cast
@@ -30,7 +31,7 @@ from rankcall.imports.dumps.files import looks_like_dumps
 from rankcall.printable import clean
 from rankcall.ring.layout import MAGIC
 
-__all__ = ["STDIN", "Log", "Marker", "RawLine", "Search", "is_log", "logs_of"]
+__all__ = ["STDIN", "Log", "Marker", "RawLine", "Repeated", "Search", "is_log", "logs_of"]
 
 STDIN = Path("-")
 _BLOCK = 1 << 22  # bytes that are searched at once: a search has a cost of its own
@@ -44,6 +45,7 @@ _LONGEST_PIECE = 1 << 24  # of a line that is searched at once; nobody reads lon
 _HEAD_LINES = 1000  # of the beginning, from which the prefixes of a log are learnt
 _HEAD_BYTES = 1 << 17
 _BEFORE, _AFTER = 3, 3  # lines beside one with a marker
+_MOST_REPEATED = 1 << 16  # lines of one such message in a block; they have 60 bytes and more
 _SAMPLE = 1 << 16  # bytes, which tell whether a file is text
 _NO_TEXT = re.compile(r"[^\t\n\f\r\x07\x08\x1b -\x7e\x80-\U0010ffff]")
 
@@ -53,6 +55,16 @@ class Marker(NamedTuple):
 
     words: str
     follow: int = 0
+
+
+class Repeated(NamedTuple):
+    """Words of a message that healthy jobs write all the time; only its newest lines are kept.
+
+    ``newest_of`` says of which process, for example, given a line's block and the words' place.
+    """
+
+    words: bytes
+    newest_of: Callable[[bytes, int], Hashable]
 
 
 class RawLine(NamedTuple):
@@ -72,6 +84,7 @@ class Log:
         head: The first lines that are not empty, from which ``prefixes`` learns what stands before
             each line, and ``wrapping`` whether they are wrapped.
         is_short: Whether ``head`` has all lines that are not empty.
+        newest: The newest lines of messages that come again and again, in order.
     """
 
     path: Path
@@ -80,21 +93,31 @@ class Log:
     cut: bool = False
     head: list[RawLine] = field(default_factory=list)
     is_short: bool = False
+    newest: list[RawLine] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """The name by which messages call it."""
         return "stdin" if self.path == STDIN else clean(self.path.name)
 
-    def excerpts(self, markers: Sequence[Marker]) -> Iterator[list[RawLine]]:
+    def excerpts(
+        self, markers: Sequence[Marker], repeated: Sequence[Repeated] = (), most: int = 0
+    ) -> Iterator[list[RawLine]]:
         """Yield runs of adjacent lines that contain a marker or stand beside one, in order.
+
+        Args:
+            markers: Words of the lines of interest.
+            repeated: Words of lines of which only the newest are; ``newest`` has them at the end.
+            most: How many of these to keep.
 
         Raises:
             CorruptRunError: The log cannot be read.
         """
         try:
             with _opened(self.path) as file:
-                yield from self._runs(self._of_interest(file, Search(markers)))
+                newest = _Newest(repeated, most)
+                yield from self._runs(self._of_interest(file, Search(markers), newest))
+                self.newest = newest.lines()
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise CorruptRunError(
@@ -117,7 +140,7 @@ class Log:
         if run:
             yield run
 
-    def _of_interest(self, file: IO[bytes], search: Search) -> Iterator[RawLine]:
+    def _of_interest(self, file: IO[bytes], search: Search, newest: _Newest) -> Iterator[RawLine]:
         """Yield the lines to keep. ``left`` counts the lines that a message still has."""
         left, size = 0, 0
         before: list[bytes] = []  # the last lines of the block before that were not kept
@@ -128,6 +151,7 @@ class Log:
                 return
             if len(self.head) < _HEAD_LINES:
                 self._learn(block)
+            newest.take(block, self.count)
             at = 0
             for start, follow in search.hits(block):
                 while left and at < start:
@@ -236,6 +260,70 @@ class Search:
             for start, offsets in zip(starts, offsets_by_row.to_list(), strict=True):
                 places += [start + offset for offset in offsets or ()]
         return sorted(places)
+
+
+class _Newest:
+    """The newest lines of messages that come again and again, of each process that writes them.
+
+    A process has an equal share of the lines that are kept, so memory is bounded however many there
+    are, and a process that stopped long before the others keeps its last lines.
+    """
+
+    def __init__(self, repeated: Sequence[Repeated], most: int) -> None:
+        self._repeated, self._most = repeated, most
+        self._kept: dict[Hashable, deque[RawLine]] = {}
+
+    def take(self, block: bytes, count: int) -> None:
+        """Take a block; so many lines stand before it."""
+        for words, newest_of in self._repeated:
+            if words in block:
+                self._take(block, count, words, newest_of)
+
+    def _take(
+        self, block: bytes, count: int, words: bytes, newest_of: Callable[[bytes, int], Hashable]
+    ) -> None:
+        places: dict[Hashable, deque[int]] = defaultdict(lambda: deque(maxlen=self._share()))
+        at, seen = block.find(words), 0
+        while at >= 0:
+            seen += 1
+            if seen > _MOST_REPEATED or len(places) > self._most:
+                return  # no program writes such lines
+            places[newest_of(block, at)].append(at)
+            at = block.find(words, _end(block, at))
+        keys = sorted((at, key) for key, found in enumerate(places.values()) for at in found)
+        names, last = list(places), 0
+        for at, key in keys:
+            begin = block.rfind(b"\n", 0, at) + 1
+            count += block.count(b"\n", last, begin)
+            last = begin
+            line = RawLine(count + 1, _text(block, begin, _end(block, begin)))
+            self._keep(names[key], line)
+
+    def _share(self) -> int:
+        return max(1, self._most // max(1, len(self._kept)))
+
+    def _keep(self, key: Hashable, line: RawLine) -> None:
+        kept = self._kept.pop(key, None)  # the one that wrote last is the last
+        if kept is None:
+            kept = deque()
+            if len(self._kept) >= self._most:
+                del self._kept[next(iter(self._kept))]
+            if len(self._kept).bit_count() == 1:
+                for lines in self._kept.values():
+                    self._shorten(lines)
+        self._kept[key] = kept
+        kept.append(line)
+        self._shorten(kept)
+
+    def _shorten(self, lines: deque[RawLine]) -> None:
+        while len(lines) > self._share():
+            lines.popleft()
+
+    def lines(self) -> list[RawLine]:
+        """Return the lines, in order."""
+        for lines in self._kept.values():
+            self._shorten(lines)
+        return sorted(line for lines in self._kept.values() for line in lines)
 
 
 def is_log(path: Path) -> bool:

@@ -172,6 +172,49 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         "A worker ended with code 1.",
     ),
     (
+        [
+            Fact(
+                R.ENQUEUED,
+                ONE,
+                CallFact("all_gather", 652),
+                values=(("number", "28c"), ("arguments", "count 5 datatype 0"), ("size", "4")),
+            ),
+            Fact(
+                R.ENQUEUED,
+                None,
+                CallFact("all_reduce", 652),
+                values=(
+                    ("number", "28c"),
+                    ("arguments", "count 9 datatype 7"),
+                    ("size", "4"),
+                    ("pids", "11 12 13 14 15"),
+                    ("host", "node-b"),
+                ),
+            ),
+        ],
+        "NCCL wrote different calls with opCount 28c of a communicator of 4 ranks: rank 2 (node-a) "
+        "all_gather (count 5 datatype 0); processes 11, 12, 13, 14 and others on node-b all_reduce "
+        "(count 9 datatype 7).",
+    ),
+    (
+        [
+            of(R.RANK_NOT_SAID),
+            *(
+                Fact(
+                    R.LAST_ENQUEUED,
+                    None,
+                    CallFact("all_reduce", number),
+                    values=(("number", f"{number:x}"), ("size", "8"), ("pids", f"{number}")),
+                )
+                for number in range(10, 16)
+            ),
+        ],
+        f"{NOT_SAID} On a communicator of 8 ranks, the last calls that NCCL wrote are process 10 "
+        "all_reduce with opCount a; process 11 all_reduce with opCount b; process 12 all_reduce "
+        "with opCount c; process 15 all_reduce with opCount f. The last lines of a process that "
+        "was ended may be lost.",
+    ),
+    (
         [Fact(R.NO_FAILURE_SEEN, number=1000)],
         "No line that rankcall knows reports a failure; it read 1,000 lines.",
     ),

@@ -16,11 +16,20 @@ import functools
 
 from rankcall.imports.logs.facts import Fact, Fragment
 from rankcall.imports.logs.prefixes import Line
-from rankcall.imports.logs.reading import Marker
+from rankcall.imports.logs.reading import Marker, Repeated
 from rankcall.imports.logs.sources import frameworks, launchers, libraries, nodes, pytorch
 from rankcall.imports.logs.sources.message import Message, Source, failed
 
-__all__ = ["SOURCES", "Message", "Source", "facts_of", "is_incomplete", "is_whole", "markers"]
+__all__ = [
+    "SOURCES",
+    "Message",
+    "Source",
+    "facts_of",
+    "is_incomplete",
+    "is_whole",
+    "markers",
+    "repeated",
+]
 
 SOURCES: tuple[Source, ...] = (
     *pytorch.SOURCES,
@@ -53,7 +62,7 @@ def markers() -> tuple[Marker, ...]:
     """Return what the reader searches for: no word that contains another one."""
     follow_of: dict[str, int] = {}
     for message in _MESSAGES:
-        for words in message.markers:
+        for words in message.markers if message.newest_of is None else ():
             follow_of[words] = max(follow_of.get(words, 0), message.follow)
     return tuple(
         Marker(words, follow)
@@ -61,6 +70,17 @@ def markers() -> tuple[Marker, ...]:
         if not any(
             other != words and other in words and follow_of[other] >= follow for other in follow_of
         )
+    )
+
+
+@functools.cache
+def repeated() -> tuple[Repeated, ...]:
+    """Return what healthy jobs write all the time: the reader keeps the newest lines of it."""
+    return tuple(
+        Repeated(words.encode(), message.newest_of)
+        for message in _MESSAGES
+        for words in message.markers
+        if message.newest_of is not None
     )
 
 

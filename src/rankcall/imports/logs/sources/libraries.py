@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 
 from rankcall.imports.logs.blame import blame_of
-from rankcall.imports.logs.facts import DeviceFault, Fact, Member, Trouble
+from rankcall.imports.logs.facts import DeviceFault, Enqueued, Fact, Member, Trouble
 from rankcall.imports.logs.prefixes import Line
-from rankcall.imports.logs.sources.message import Message, Source, any_of, failed, waited
+from rankcall.imports.logs.sources.message import (
+    Message,
+    Source,
+    any_of,
+    failed,
+    op_name,
+    waited,
+)
 from rankcall.ranks import MAX_RANKS
 
 __all__ = ["SOURCES"]
 
-_NCCL_HEAD = r"(?<![\w.-])([\w.-]{1,253}):(\d{1,10}):\d{1,10} \[\d{1,3}\] "
+_NCCL_HEAD = r"(?<![\w.-])([\w.-]{1,253}):(\d{1,10}):\d{1,10} \[(\d{1,3})\] "
 _NCCL_INIT = re.compile(
     _NCCL_HEAD
     + r"N?R?CCL INFO .{0,200}?rank (\d{1,7}) nranks (\d{1,7}) .{0,300}?Init (?:START|COMPLETE)"
+)
+_POINTER, _NAME = (
+    re.compile(r"\bcomm (0x[\da-f]{1,16})\b"),
+    re.compile(r"\bcommId (0x[\da-f]{1,16})\b"),
+)
+_ENQUEUED = re.compile(
+    _NCCL_HEAD
+    + r"(?:\d{1,20} )?N?R?CCL INFO (\w{3,20}): opCount ([\da-f]{1,16}) sendbuff \S{3,20} "
+    r"recvbuff \S{3,20} (count \d{1,20} datatype \d{1,3} op \d{1,20} root \d{1,7}) "
+    r"comm (0x[\da-f]{1,16}) \[nranks=(\d{1,7})\] stream \S{3,20}"
+    r"(?: task \d{1,9} globalrank (\d{1,7}))?"
 )
 _NCCL_WARN = re.compile(_NCCL_HEAD + r"(?:\S{1,200}:\d{1,6} )?(?:N|R)CCL WARN (.{1,1000})")
 _PEER = re.compile(
     r"(?:peer|to|from) (?:([\w.:%-]{1,253}<\d{1,6}>)|([\w.-]{1,253})(?=\s*$| with status))"
     r"|remote GIDs? ?([\da-fA-F:.]{3,45})"
 )
+_FAR = 400  # bytes on either side of a word of such a line
 # NCCL warns of what makes it slower, too, and goes on.
 _ADVISORY = re.compile(
     r"Missing \"|Failed to open lib|[Pp]lugin|NET/OFI .{0,80}(?:initialization failed|provider)"
@@ -30,12 +50,53 @@ _ADVISORY = re.compile(
 
 
 def _member(line: Line, match: re.Match[str]) -> Fact | None:
-    rank, size = int(match[3]), int(match[4])
-    return Member(line, match[1], int(match[2]), rank, size) if rank < size <= MAX_RANKS else None
+    rank, size = int(match[4]), int(match[5])
+    if not rank < size <= MAX_RANKS:
+        return None
+    pointer, name = (pattern.search(match[0]) for pattern in (_POINTER, _NAME))
+    return Member(
+        line,
+        match[1],
+        int(match[2]),
+        rank,
+        size,
+        pointer[1] if pointer else "",
+        name[1] if name else "",
+    )
+
+
+def _enqueued(line: Line, match: re.Match[str]) -> Fact | None:
+    size = int(match[8])
+    if not 1 < size <= MAX_RANKS:
+        return None
+    return Enqueued(
+        line,
+        match[1],
+        int(match[2]),
+        int(match[3]),
+        match[7],
+        size,
+        int(match[5], 16),
+        op_name(match[4]),
+        match[6],
+        int(match[9] or -1),
+    )
+
+
+def _of_communicator(block: bytes, at: int) -> Hashable:
+    """Return what identifies the process and the communicator of a line that enqueues an op.
+
+    Sends and receives are kept apart, so that others do not push all of them out. A log has
+    millions of such lines, so this looks at few of their bytes.
+    """
+    words = block[max(0, at - _FAR) : at].rpartition(b"\n")[2].split(b" ")
+    pointer = block[at : at + _FAR].partition(b" comm ")[2].partition(b" ")[0]
+    process = b" ".join(words[-5:-4]).rpartition(b":")[0]
+    return process, pointer, words[-1] in (b"Send:", b"Recv:")
 
 
 def _nccl_warn(line: Line, match: re.Match[str]) -> Fact | None:
-    what = match[3].strip()
+    what = match[4].strip()
     if blame_of(what) == "own":
         return DeviceFault(line, what, match[1], int(match[2]))
     if _ADVISORY.search(what):
@@ -124,6 +185,17 @@ SOURCES: tuple[Source, ...] = (
                 "node-c:306305:306607 [3] NCCL INFO comm 0x55a51f00 rank 3 nranks 8 cudaDev 3 "
                 "nvmlDev 3 busId c1000 commId 0x4d5e - Init START",
                 "NCCL 2.14 and newer, with NCCL_DEBUG=INFO",
+            ),
+            Message(
+                "what a process enqueues next; the newest such lines of each process are read",
+                (" opCount ",),
+                _ENQUEUED,
+                _enqueued,
+                "node-c:45012:45012 [2] NCCL INFO AllGather: opCount 28c sendbuff 0x7f1fd894af00 "
+                "recvbuff 0x7f1ed1c00100 count 59205120 datatype 0 op 0 root 0 comm 0x559c24b55610 "
+                "[nranks=4] stream 0x559c248a3630",
+                "NCCL 2.4 and newer, RCCL, with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL",
+                newest_of=_of_communicator,
             ),
             Message(
                 "a warning: the own device, or the connection to another rank",

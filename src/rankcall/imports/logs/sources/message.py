@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from rankcall.imports.logs.facts import Aborting, Fact, Fragment, Outside, Trouble
@@ -34,6 +34,8 @@ class Message:
         example: A line as it was seen.
         seen_in: Where: a version, or a public issue.
         follow: How many lines after the marker belong to the message.
+        newest_of: For a message that healthy jobs write all the time. Only the newest lines are
+            read, of each process or whatever this returns for a line and a place in it.
     """
 
     meaning: str
@@ -43,6 +45,7 @@ class Message:
     example: str
     seen_in: str
     follow: int = 0
+    newest_of: Callable[[bytes, int], Hashable] | None = None
 
 
 @dataclass(frozen=True)

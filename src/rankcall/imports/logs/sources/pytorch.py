@@ -70,7 +70,9 @@ _STATE = re.compile(
 _FAILED = re.compile(
     rf"(?:watchdog at work|watchdog at work sequence id|Timeout at NCCL work): {_NUMBER}"
 )
-_TERMINATED = re.compile(r"watchdog thread terminated with exception: (.{1,400})")
+_TERMINATED = re.compile(
+    r"(?:\[Rank (\d{1,7})\] NCCL )?watchdog thread terminated with exception: (.{1,400})"
+)
 
 
 def _timeout(line: Line, match: re.Match[str]) -> Fact:
@@ -108,11 +110,12 @@ def _progress(line: Line, match: re.Match[str]) -> Fact | None:
 
 
 def _terminated(line: Line, match: re.Match[str]) -> Fact | None:
-    what = match[1].strip()
+    what, number = match[2].strip(), int(match[1] or -1)
     if "Watchdog caught collective operation timeout" in what or _WORK.search(line.text):
         return None  # the time-out's own message says more
-    blame = blame_of(what)
-    return DeviceFault(line, what) if blame == "own" else Trouble(line)
+    if blame_of(what) != "own":
+        return Trouble(line)
+    return DeviceFault(line, what, in_group=number if number < MAX_RANKS else -1)
 
 
 _LAGGING = re.compile(
@@ -348,7 +351,7 @@ SOURCES: tuple[Source, ...] = (
                 "[rank19]:[E808 10:31:07.406255799 ProcessGroupNCCL.cpp:1895] [PG ID 1 PG GUID 1 "
                 "Rank 19] Process group watchdog thread terminated with exception: CUDA error: "
                 "unspecified launch failure",
-                "torch 2.3 to 2.14",
+                "torch 1.13 to 2.14; `[Rank 19] NCCL watchdog` before 2.3",
             ),
             Message(
                 "the line that issued a collective which timed out",
