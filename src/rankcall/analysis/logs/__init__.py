@@ -4,8 +4,9 @@ A log has only what ranks wrote when they failed, and most of them are victims. 
 only for one of these reasons:
 
 * torch itself compared the ranks: a mismatch or a monitored barrier of DETAIL mode, a report of
-  TORCH_NCCL_DESYNC_DEBUG; or watchdogs wrote different calls of one number (``comparing``), or
-  NCCL itself did (``enqueued``);
+  TORCH_NCCL_DESYNC_DEBUG; or watchdogs wrote different calls of one number (``comparing``);
+* NCCL wrote different calls of one number of a communicator (``enqueued``);
+* Horovod compared which ops each rank has submitted (``stalls``);
 * its process was killed, or its own device or exception ended it, and that does not follow from
   another rank (``failures``);
 * it wrote that its last collective in a group is older than the one that others timed out in
@@ -24,6 +25,7 @@ from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case
 from rankcall.analysis.logs.comparing import absent, behind, different, lagging, mismatch, models
 from rankcall.analysis.logs.enqueued import enqueued_differently
 from rankcall.analysis.logs.failures import dead
+from rankcall.analysis.logs.stalls import not_submitted
 from rankcall.analysis.logs.undecided import undecided
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import count_of
@@ -34,7 +36,7 @@ __all__ = ["NOTHING", "UNDECIDED", "diagnose_logs"]
 
 _REASONS = (  # the surest first
     *(mismatch, models, different, dead),
-    *(enqueued_differently, absent, lagging, behind),
+    *(enqueued_differently, absent, not_submitted, lagging, behind),
 )
 
 

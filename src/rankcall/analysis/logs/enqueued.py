@@ -104,8 +104,8 @@ def _is_before(member: Member, call: Enqueued) -> bool:
 
 
 def _largest(case: Case) -> int:
-    sizes = [fact.size for kind in (Member, Enqueued) for fact in case.facts(kind)]
-    return max(sizes, default=0)
+    sizes = [member.size for member in case.facts(Member)]
+    return max([*sizes, *(call.size for call in case.facts(Enqueued))], default=0)
 
 
 def _first_difference(

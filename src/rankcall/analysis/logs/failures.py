@@ -166,8 +166,10 @@ def _rank_of_only_group(case: Case) -> int:
     numbers = {fault.in_group for fault in faults if case.rank_of_fact(fault) < 0}
     waiting = [timeout.in_group for timeout in case.timeouts]
     numbering = Numbering()
-    for fact in (*faults, *case.timeouts):
-        numbering.note(case.rank(fact.line), fact.in_group)
+    for fault in faults:
+        numbering.note(case.rank(fault.line), fault.in_group)
+    for timeout in case.timeouts:
+        numbering.note(case.rank(timeout.line), timeout.in_group)
     is_one_group = (
         len({timeout.seq for timeout in case.timeouts}) <= 1
         and len(set(waiting)) == len(waiting)

@@ -168,6 +168,8 @@ class Relation(str, Enum):
     MODELS_DIFFER = "models_differ"  # DDP compared them. values: has, which others have not
     NOT_AT_BARRIER = "not_at_barrier"  # a monitored barrier missed them so long. values: line
     NOT_AT_SETUP = "not_at_setup"  # nor while a group was made. values: joined, world_size
+    # Horovod wrote that others had submitted ops so long before. values: ops, more
+    NOT_SUBMITTED = "not_submitted"
     REPORTED_MISSING = "reported_missing"  # by TORCH_NCCL_DESYNC_DEBUG
     # Its last call in the group, which number gives, is before the one that others timed out in.
     BEHIND = "behind"

@@ -138,6 +138,15 @@ def _not_at_setup(fact: Fact) -> str:
     )
 
 
+def _not_submitted(facts: Sequence[Fact]) -> str:
+    sides = []
+    for fact in facts[:_SIDES]:
+        more = " and other ops" if fact.value("more") else ""
+        sides.append(f"{name_ranks(who(fact))} had not submitted {fact.value('ops')}{more}")
+    before = f"more than {duration(time_of(facts[0]))} before"
+    return begin_sentence(f"{'; '.join(sides)}. Other ranks had, {before}, says Horovod.")
+
+
 def _reported_missing(fact: Fact) -> str:
     return (
         f"{name_of(fact)} had not come to the collective that the others timed out in, says "
@@ -297,6 +306,7 @@ _TOGETHER: dict[Relation, Callable[[Sequence[Fact]], str]] = {
     Relation.CALLED: _called,
     Relation.TIMED_OUT_IN: _timed_out_in,
     Relation.ENQUEUED: _enqueued,
+    Relation.NOT_SUBMITTED: _not_submitted,
     Relation.RANK_NOT_SAID: _not_said,
 }
 

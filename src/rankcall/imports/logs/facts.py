@@ -124,6 +124,22 @@ class StoreBarrier(NamedTuple):
     joined: int
 
 
+class Stall(NamedTuple):
+    """Horovod says that some ranks have waited so long for others; ``Stalled`` facts follow."""
+
+    line: Line
+    seconds: float
+
+
+class Stalled(NamedTuple):
+    """Ranks that have not submitted some ops, which others have. ``more``: the ops are not all."""
+
+    line: Line
+    ranks: tuple[int, ...]
+    ops: tuple[str, ...]
+    more: bool = False
+
+
 class Lagging(NamedTuple):
     """Ranks of a group that TORCH_NCCL_DESYNC_DEBUG holds responsible for a time-out."""
 
@@ -297,6 +313,8 @@ Fact = (
     | BarrierFailed
     | BarrierReached
     | StoreBarrier
+    | Stall
+    | Stalled
     | Lagging
     | LauncherExit
     | WorkerExit

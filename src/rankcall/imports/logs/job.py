@@ -34,6 +34,7 @@ from rankcall.imports.logs.reading import Log, RawLine, logs_of
 from rankcall.imports.logs.sources import facts_of, markers, repeated
 from rankcall.imports.logs.tracebacks import (
     Failure,
+    MissingRanks,
     Raised,
     Report,
     StackOfCollective,
@@ -249,9 +250,7 @@ def _lines_of(log: Log, most_newest: int) -> Iterator[Line]:
             yield from prefixes.read(raw.number, raw.text)
 
 
-def _with_newest(
-    runs: Sequence[list[RawLine]], newest: Sequence[RawLine]
-) -> Sequence[list[RawLine]]:
+def _with_newest(runs: list[list[RawLine]], newest: Sequence[RawLine]) -> list[list[RawLine]]:
     """Return runs of lines and the newest lines of messages that come again and again, in order."""
     there = {line.number for run in runs for line in run} if newest else set()
     others = [[line] for line in newest if line.number not in there]
@@ -298,6 +297,7 @@ class _Reader:
         self._found, self._log = log_facts, log
         self._tracebacks: dict[Writer, Traceback] = {}
         self._stack: StackOfCollective | None = None
+        self._missing: MissingRanks | None = None
         self._aborting: dict[Writer, int] = {}  # the line at which a process said that it ends
         self._announced: dict[Writer, tuple[int, int]] = {}  # a pid, and the line that has it
         self._open: Writer | None = None  # whose traceback goes on without a prefix
@@ -310,6 +310,8 @@ class _Reader:
 
     def read(self, line: Line) -> None:
         """Take one line."""
+        if self._is_of_list(line):
+            return
         section = _SECTION.search(line.text)
         if section:
             self._end_section(line.number)
@@ -337,6 +339,21 @@ class _Reader:
             return
         self._read_stack(line)
         self._read_traceback(line)
+
+    def _is_of_list(self, line: Line) -> bool:
+        """Take a line if it belongs to Horovod's list of ranks."""
+        if line.text.endswith("Missing ranks:"):
+            self._missing = MissingRanks(line.writer)
+            return False
+        if self._missing is None:
+            return False
+        stalled = self._missing.take(line)
+        if stalled is not None:
+            self._found.facts.append(stalled)
+            self._found.size += len(stalled.ops)
+        elif self._missing.is_over:
+            self._missing = None
+        return stalled is not None
 
     def _end_section(self, number: int) -> None:
         """Note which exception is at the end of what one rank wrote: it ended its program."""

@@ -1,4 +1,4 @@
-"""Messages of several lines: a Python traceback, torchrun's report, NCCL's stack of a collective.
+"""Messages of several lines: tracebacks, torchrun's report, NCCL's stacks, Horovod's stalls.
 
 In a log of several ranks, lines of others stand between them. So each of these takes the lines of
 one stream only, one after the other.
@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass
 
 from rankcall.imports.logs.blame import blame_of
-from rankcall.imports.logs.facts import Blame, IssuedAt
+from rankcall.imports.logs.facts import Blame, IssuedAt, Stalled
 from rankcall.imports.logs.prefixes import Line, Writer
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import op_of_variant
 
-__all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback"]
+__all__ = ["Failure", "MissingRanks", "Raised", "Report", "StackOfCollective", "Traceback"]
 
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
 _GATHERED = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
@@ -49,6 +49,8 @@ _OF_LAUNCHERS = (
     "ProcessRaisedException",
     "ProcessExitedException",
 )
+# ``!`` marks ranks for which Horovod ends the job. After six ops, three dots stand for the others.
+_MISSING = re.compile(r"(?:(\d{1,7})!?: )?\[([^\[\]]{1,16000}?)( \.\.\.)?\]$")
 _STACK_LINE = re.compile(r"\s*#\d{1,4} (\S{1,200}) from (\S{1,400}):(\d{1,9})")
 
 
@@ -274,3 +276,28 @@ class StackOfCollective:
         if match is None or _LIBRARY.search(match[2]):
             return None
         return IssuedAt(line._replace(writer=self._writer), f"{match[2]}:{match[3]}")
+
+
+class MissingRanks:
+    """Horovod's list of the ranks that have not submitted an op: ``3: [allreduce.a]`` for each."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.is_over = False
+
+    def take(self, line: Line) -> Stalled | None:
+        """Take the next line; return what it says of a rank, if it belongs to the list."""
+        task = line.writer.task
+        # Without another prefix before it, the rank looks like the number of a task of srun.
+        as_task = f"{self._writer.stream} {task}:".strip()
+        is_own = line.writer.stream == self._writer.stream
+        if not is_own and line.writer.stream != as_task:
+            return None
+        match = _MISSING.match(line.text)
+        rank = -1
+        if match is not None:
+            rank = int(match[1] or -1) if is_own else task
+        if match is None or not 0 <= rank < MAX_RANKS:
+            self.is_over = is_own
+            return None
+        return Stalled(line, (rank,), tuple(match[2].split(", ")), more=match[3] is not None)

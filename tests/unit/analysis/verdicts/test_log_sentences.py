@@ -215,6 +215,14 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         "was ended may be lost.",
     ),
     (
+        [
+            Fact(R.NOT_SUBMITTED, OTHER, values=(("ops", "a, b"), ("more", "yes")), number=60),
+            Fact(R.NOT_SUBMITTED, OTHERS, values=(("ops", "c"),), number=60),
+        ],
+        "Rank 0 had not submitted a, b and other ops; ranks 4-5 had not submitted c. Other ranks "
+        "had, more than 60 s before, says Horovod.",
+    ),
+    (
         [Fact(R.NO_FAILURE_SEEN, number=1000)],
         "No line that rankcall knows reports a failure; it read 1,000 lines.",
     ),

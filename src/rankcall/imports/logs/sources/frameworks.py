@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 
 from rankcall.imports.logs.blame import OWN_SIGNALS
-from rankcall.imports.logs.facts import Fact, Fatal, Fragment, Gone, Member, Outside, WorkerExit
+from rankcall.imports.logs.facts import (
+    Fact,
+    Fatal,
+    Fragment,
+    Gone,
+    Member,
+    Outside,
+    Stall,
+    Stalled,
+    WorkerExit,
+)
 from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.sources.message import (
     Message,
@@ -14,6 +24,7 @@ from rankcall.imports.logs.sources.message import (
     any_of,
     failed,
     outside,
+    ranks_in,
     trouble,
     waited,
 )
@@ -121,6 +132,22 @@ def _ray_memory(line: Line, match: re.Match[str]) -> Fact | None:
         return None
     where = f" on {match[2]}" if match[2] else ""
     return Outside(line, f"Ray killed {match[1]} of its workers{where}, because memory ran out")
+
+
+_RANKS = 1024  # lines of a list that has one for each rank
+_STALL = re.compile(
+    r"One or more tensors were submitted to be reduced(?:.{0,200}? for more than (\d{1,9}) sec)?"
+)
+_STALLED = re.compile(r"(?:Stalled ops: ?)?([^\s\[\]]{1,400}) \[missing ranks: ([\d, ]{1,8000})")
+
+
+def _stall(line: Line, match: re.Match[str]) -> Fact:
+    return Stall(line, float(match[1] or 0))
+
+
+def _stalled(line: Line, match: re.Match[str]) -> Fact | None:
+    ranks = ranks_in(match[2])
+    return Stalled(line, ranks, (match[1],)) if ranks else None
 
 
 SOURCES: tuple[Source, ...] = (
@@ -301,14 +328,30 @@ SOURCES: tuple[Source, ...] = (
             Message(
                 "Horovod: some ranks wait for others",
                 ("One or more tensors were submitted to be reduced",),
-                any_of("One or more tensors were submitted to be reduced"),
-                waited,
+                _STALL,
+                _stall,
                 "[1,0]<stderr>:[2026-04-02 11:02:07.1: W horovod/common/stall_inspector.cc:107] "
-                "One "
-                "or more tensors were submitted to be reduced, gathered or broadcasted by subset "
-                "of "
-                "ranks and are waiting for remainder of ranks for more than 60 seconds.",
+                "One or more tensors were submitted to be reduced, gathered or broadcasted by "
+                "subset of ranks and are waiting for remainder of ranks for more than 60 seconds.",
+                "Horovod 0.11 and newer",
+            ),
+            Message(
+                "Horovod: for which ranks, in the lines below",
+                ("Missing ranks:",),
+                None,
+                None,
+                "[1,0]<stderr>:Missing ranks:",
                 "Horovod 0.18 and newer",
+                _RANKS,
+            ),
+            Message(
+                "the same, in a line for each op",
+                (" [missing ranks: ",),
+                _STALLED,
+                _stalled,
+                "[1,0]<stderr>:[2026-04-02 11:02:07.1: W horovod/common/operations.cc:588] "
+                "HorovodBroadcast_dense_1_bias_0 [missing ranks: 1, 3]",
+                "Horovod 0.14 to 0.17",
             ),
         ),
     ),
