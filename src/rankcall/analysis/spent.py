@@ -105,6 +105,9 @@ def time_in_phase(spent: Spent, name: bytes) -> npt.NDArray[np.float64]:
 
 def spent_in(rank: RankSamples, window: int) -> Spent:
     """Return the row of a rank and a window; no row if no samples are about it."""
+    collects = 0 < rank.gc_since_ns < rank.until_ns
+    if len(rank.samples) < 2 and not collects:  # as in all that was imported
+        return np.zeros(0, SPENT)
     begin_ns = max(rank.first_ns if window == LATELY else rank.last_ns, 0)
     row = np.zeros(1, SPENT)
     row["rank"], row["window"], row["phases"] = rank.rank, window, rank.phases.encode()
@@ -116,7 +119,7 @@ def spent_in(rank: RankSamples, window: int) -> Spent:
     for name in _COUNTERS:
         row[name] = _grown(rank.samples, name, inside)
     row["gc_s"] += row["full_gc_s"]
-    if 0 < rank.gc_since_ns < rank.until_ns:
+    if collects:
         # There are no samples while it collects.
         last_ns = max(int(times[-1]) if len(times) else 0, begin_ns)
         row["seconds"] += max(0.0, (rank.until_ns - last_ns) / _S)

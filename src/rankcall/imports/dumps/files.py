@@ -301,7 +301,7 @@ def _check(path: Path, content: Any, problems: list[Problem]) -> None:
     if not isinstance(content, dict) or not isinstance(content.get("entries"), (list, tuple)):
         raise CorruptRunError(f"{path}: not a dump of Flight Recorder: it has no list of entries")
     entries = content["entries"]
-    if len(entries) > _MOST_ENTRIES or not all(isinstance(entry, dict) for entry in entries):
+    if len(entries) > _MOST_ENTRIES or not set(map(type, entries)) <= {dict}:
         raise CorruptRunError(f"{path}: not a dump of Flight Recorder: damaged entries")
     _check_version(path, content.get("version"), problems)
     if _has_trace_of_ncclx(content.get("nccl_comm_state")):

@@ -230,7 +230,7 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     table, row_of_entry = _shapes(list(zip(names, *sizes, strict=True)))
     records = take_rows(table, row_of_entry)
     records["group"] = groups.indexes(columns["process_group"], columns["pg_id"], names)
-    records["call_site"] = [*map(sites.index, columns["frames"])]
+    records["call_site"] = sites.indexes(columns["frames"])
     is_p2p = np.array([value is True for value in columns["is_p2p"]], bool)
     records["kind"][is_p2p] = _P2P
     collective = _numbers(columns["collective_seq_id"])
@@ -334,7 +334,7 @@ def _ends_of_batches(
     so that the messages of a group's first entry may be among them.
     """
     is_batch = np.zeros(len(records), bool)
-    whole = np.flatnonzero([name.endswith("coalesced") for name in names])
+    whole = np.flatnonzero(_each(_is_of_batch, names))
     whole = whole[records["op"][whole] == 0]
     if not len(whole):
         return is_batch
@@ -347,6 +347,11 @@ def _ends_of_batches(
     repeats &= collective[before] == collective[whole]
     is_batch[whole] = np.where(before >= 0, repeats, lost | (collective[whole] == 0))
     return is_batch
+
+
+def _is_of_batch(name: str) -> bool:
+    """Whether an entry of that name stands for a batch of ops, or of collectives."""
+    return name.endswith("coalesced")
 
 
 def _without_batches(
@@ -362,10 +367,15 @@ def _without_batches(
     kept = np.ones(len(records), bool)
     order = np.argsort(records["group"], kind="stable")
     keys = np.stack([records["group"], records["kind"], records["seq"].astype(np.int64)])[:, order]
-    changes = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
-    for rows in np.split(order, np.flatnonzero(changes) + 1) if len(records) else []:
+    changes = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+    begins, ends = np.append(0, changes), np.append(changes, len(records))
+    ends_batch = np.array(_each(_is_of_batch, names), bool)
+    # Most ops are alone, and stay as they are.
+    looked_at = (ends - begins > 1) | ends_batch[order[ends - 1]] if len(records) else ()
+    for begin, end in zip(begins[looked_at], ends[looked_at], strict=True) if len(records) else ():
+        rows = order[begin:end]
         first, last = rows[0], rows[-1]
-        whole = records["op"][last] == 0 and names[last].endswith("coalesced")
+        whole = records["op"][last] == 0 and ends_batch[last]
         is_collective = records["kind"][first] == _COLLECTIVE
         if len(rows) < 2:
             kept[first] = not whole or is_collective
@@ -414,21 +424,20 @@ class _Sites:
     """Call sites; index 0 stands for one that is not known."""
 
     sites: list[CallSite] = field(default_factory=lambda: [CallSite("", 0, "", "")])
-    _of_list: dict[int, int] = field(default_factory=dict)
     _known: dict[tuple[int, ...], int] = field(default_factory=dict)
     _numbers: dict[CallSite, int] = field(default_factory=dict)
 
-    def index(self, frames: Any) -> int:
-        """Return the index of the nearest frame outside torch."""
+    def indexes(self, stacks: Sequence[Any]) -> list[int]:
+        """Return the index of the nearest frame outside torch in each stack."""
+        # Stacks of one line are one list, or share their frames. All live as long as the entries.
+        lists = [*map(id, stacks)]
+        different = dict(zip(lists, stacks, strict=True))
+        index_of = {number: self._index(frames) for number, frames in different.items()}
+        return [*map(index_of.__getitem__, lists)]
+
+    def _index(self, frames: Any) -> int:
         if not isinstance(frames, (list, tuple)) or not frames:
             return 0
-        # Stacks of one line are one list, or share their frames. All live as long as the entries.
-        number = self._of_list.get(id(frames))
-        if number is None:
-            number = self._of_list[id(frames)] = self._of_frames(frames)
-        return number
-
-    def _of_frames(self, frames: Sequence[Any]) -> int:
         key = tuple(map(id, frames[:_MOST_FRAMES]))
         number = self._known.get(key)
         if number is None:

@@ -50,7 +50,8 @@ _OF_LAUNCHERS = (
     "ProcessExitedException",
 )
 # ``!`` marks ranks for which Horovod ends the job. After six ops, three dots stand for the others.
-_MISSING = re.compile(r"(?:(\d{1,7})!?: )?\[([^\[\]]{1,16000}?)( \.\.\.)?\]$")
+# A prefix may stand before the line that a log is too short to learn.
+_MISSING = re.compile(r"(?:(?:^|[\s>:])(\d{1,7})!?: |^)\[([^\[\]]{1,16000}?)( \.\.\.)?\]$")
 _STACK_LINE = re.compile(r"\s*#\d{1,4} (\S{1,200}) from (\S{1,400}):(\d{1,9})")
 
 
@@ -293,7 +294,7 @@ class MissingRanks:
         is_own = line.writer.stream == self._writer.stream
         if not is_own and line.writer.stream != as_task:
             return None
-        match = _MISSING.match(line.text)
+        match = _MISSING.search(line.text)
         rank = -1
         if match is not None:
             rank = int(match[1] or -1) if is_own else task

@@ -333,7 +333,7 @@ SOURCES: tuple[Source, ...] = (
                 "[1,0]<stderr>:[2026-04-02 11:02:07.1: W horovod/common/stall_inspector.cc:107] "
                 "One or more tensors were submitted to be reduced, gathered or broadcasted by "
                 "subset of ranks and are waiting for remainder of ranks for more than 60 seconds.",
-                "Horovod 0.11 and newer",
+                "Horovod 0.18 and newer, horovod/horovod#100",
             ),
             Message(
                 "Horovod: for which ranks, in the lines below",
@@ -351,7 +351,7 @@ SOURCES: tuple[Source, ...] = (
                 _stalled,
                 "[1,0]<stderr>:[2026-04-02 11:02:07.1: W horovod/common/operations.cc:588] "
                 "HorovodBroadcast_dense_1_bias_0 [missing ranks: 1, 3]",
-                "Horovod 0.14 to 0.17",
+                "horovod/horovod#1012",
             ),
         ),
     ),

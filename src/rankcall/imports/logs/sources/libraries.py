@@ -194,7 +194,7 @@ SOURCES: tuple[Source, ...] = (
                 "node-c:45012:45012 [2] NCCL INFO AllGather: opCount 28c sendbuff 0x7f1fd894af00 "
                 "recvbuff 0x7f1ed1c00100 count 59205120 datatype 0 op 0 root 0 comm 0x559c24b55610 "
                 "[nranks=4] stream 0x559c248a3630",
-                "NCCL 2.4 and newer, RCCL, with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL",
+                "NVIDIA/nccl#147, ROCm/rccl#429: with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL",
                 newest_of=_of_communicator,
             ),
             Message(

@@ -351,7 +351,7 @@ SOURCES: tuple[Source, ...] = (
                 "[rank19]:[E808 10:31:07.406255799 ProcessGroupNCCL.cpp:1895] [PG ID 1 PG GUID 1 "
                 "Rank 19] Process group watchdog thread terminated with exception: CUDA error: "
                 "unspecified launch failure",
-                "torch 1.13 to 2.14; `[Rank 19] NCCL watchdog` before 2.3",
+                "torch 2.3 to 2.14; `[Rank 19] NCCL watchdog` in pytorch/pytorch#105287",
             ),
             Message(
                 "the line that issued a collective which timed out",
