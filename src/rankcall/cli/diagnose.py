@@ -145,7 +145,8 @@ def command(
 def _print(result: Verdict, json: bool, dumped: dict[int, str], *, asks_node: bool) -> None:
     """Print a verdict with the dumped stacks of some ranks, and with what this node knows."""
     about_device = _is_about_device_here(result)
-    node = ask_node(time.time() - _DAY_S) if asks_node or about_device else None
+    since = time.time() - _DAY_S
+    node = ask_node(since, containers=asks_node) if asks_node or about_device else None
     if node is not None and not (asks_node or node.is_news):
         node = None
     if json:

@@ -1,4 +1,4 @@
-"""What this node knows of a failure: its kernel's log, its devices, and its cgroup's memory.
+"""What this node knows of a failure: its kernel, its services, its devices, its cgroup's memory.
 
 It is read on request, or if a verdict is about a device. The kernel's log is often forbidden, above
 all in containers; then it is absent, and the report says so. In a container, process ids are its
@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rankcall.imports.logs.sources.nodes import SOURCES
+from rankcall.imports.node_services import lines_of_services
 from rankcall.imports.nvml import ask_devices
 from rankcall.printable import clean
 from rankcall.process import host_name
 
 __all__ = ["NodeReport", "ask_node", "oom_kills"]
 
-_PROGRAM_S = 2.0  # for dmesg, and for journalctl
+_PROGRAM_S = 2.0  # for dmesg, for example
 _MOST_BYTES, _RECORD_BYTES = 1 << 24, 1 << 13  # of the kernel's log; of one record
 _MOST_LINES, _LINE = 20, 300  # that are shown; characters
 _OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -42,6 +43,8 @@ class NodeReport:
     Attributes:
         host: The node.
         lines: What its kernel reports, oldest first, with the time of each.
+        services: What the kubelet, the raylet and docker report, oldest first, with the time of
+            each; only those that are there and may be asked.
         devices: What NVML reports of devices in trouble, now.
         oom_kills: How often the kernel killed a process because the memory of this process's cgroup
             ran out, since the time that was asked for; -1: not known.
@@ -50,6 +53,7 @@ class NodeReport:
 
     host: str
     lines: list[str] = field(default_factory=list)
+    services: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     oom_kills: int = -1
     problems: list[str] = field(default_factory=list)
@@ -57,11 +61,12 @@ class NodeReport:
     @property
     def is_news(self) -> bool:
         """Whether the node knows of a trouble."""
-        return bool(self.lines or self.devices or self.oom_kills > 0)
+        return bool(self.lines or self.services or self.devices or self.oom_kills > 0)
 
     def text(self) -> str:
         """Return the report as lines of text."""
         lines = [f"What {self.host} knows", *(f"  kernel: {line}" for line in self.lines)]
+        lines += [f"  {line}" for line in self.services]
         lines += [f"  NVML: {line}" for line in self.devices]
         if self.oom_kills > 0:
             times = "once" if self.oom_kills == 1 else f"{self.oom_kills} times"
@@ -71,19 +76,22 @@ class NodeReport:
         return "\n".join([*lines, *(f"  not known: {problem}" for problem in self.problems)])
 
 
-def ask_node(since: float, oom_kills_before: int = 0) -> NodeReport:
+def ask_node(since: float, oom_kills_before: int = 0, *, containers: bool = False) -> NodeReport:
     """Return what this node knows of the time since then.
 
-    It takes some 4 s at most, and some 20 s if the driver of the devices does not answer.
+    It takes some 8 s at most, and some 20 s more if the driver of the devices does not answer.
 
     Args:
-        since: Seconds since 1970; older lines of the kernel are left out.
+        since: Seconds since 1970; older lines are left out.
         oom_kills_before: What ``oom_kills`` returned at that time.
+        containers: Tell of containers that ended badly, too. Most nodes have many of others.
     """
     report = NodeReport(host_name())
     count = oom_kills()
     report.oom_kills = max(count - max(oom_kills_before, 0), 0) if count >= 0 else -1
     _ask_kernel(report, since)
+    services = lines_of_services(since, _output, containers=containers)
+    report.services = [_shown(*line) for line in services[-_MOST_LINES:]]
     report.devices, why_unknown = ask_devices()
     report.problems += [why_unknown] if why_unknown else []
     return report
