@@ -161,6 +161,20 @@ def test_the_first_failure_is_quoted_and_the_others_are_counted(tmp_path: Path) 
     assert not any("Connection closed" in line for line in finding.evidence)
 
 
+def test_a_failure_at_the_same_time_is_not_called_later(tmp_path: Path) -> None:
+    """Between the noted ends of ranks 2 and 3 is less time than such notes are exact to."""
+    words = {0: LOST, 2: OWN}
+    run = run_with(tmp_path, words, {2: (1, 900), 0: (1, 950), 3: (1, 905)})
+    diagnosis = diagnose(
+        load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
+    )
+    (finding,) = diagnosis.findings
+    assert finding.evidence[-2:] == (
+        "1 other rank failed at that time, too: rank 3 (node-a, pid 1003)",
+        "1 other rank failed after that: rank 0 (node-a, pid 1000)",
+    )
+
+
 def test_nothing_is_quoted_that_another_process_said(tmp_path: Path) -> None:
     """A newer tail is of a later attempt; one of another host is of another process."""
     run = run_with(tmp_path, {}, {2: (1, 900)})

@@ -284,6 +284,32 @@ def test_the_exit_code_that_torchrun_reports(tmp_path: Path, code: int, expected
         assert fact.relation is Relation.FAILED_FIRST
 
 
+@pytest.mark.parametrize(
+    ("second", "code", "first"),
+    [("03", 1, (5, 6)), ("04", 1, (5,)), ("03", -15, (5,))],
+)
+def test_failures_in_one_second(
+    tmp_path: Path, second: str, code: int, first: tuple[int, ...]
+) -> None:
+    """torchrun writes whole seconds, so of failures in one second none is the first.
+
+    A rank that it ended itself did not fail.
+    """
+    first_block, other = (
+        SUMMARY.format(rank=rank, code=ended, name="", traceback="To enable traceback see: ...")
+        for rank, ended in ((5, 1), (6, code))
+    )
+    other = other.replace("15:43:03", f"15:43:{second}").replace("[0]", "[1]")
+    block = other[other.index("[1]") : other.rindex("\n====")]
+    report = first_block.replace("  <NO_OTHER_FAILURES>", block)
+    (fact,) = [
+        fact for fact in verdict(tmp_path, report.splitlines()).findings[0].facts if fact.ranks
+    ]
+    assert fact.relation is Relation.FAILED_FIRST
+    assert fact.ranks is not None
+    assert fact.ranks.numbers == first
+
+
 def test_a_victim_that_crashes_is_no_cause(tmp_path: Path) -> None:
     """A rank that has timed out can crash while it shuts down: its signal names it no more."""
     crashed = SUMMARY.format(rank=1, code=-11, name=" (SIGSEGV)", traceback="Signal 11")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from dataclasses import replace
 
@@ -139,12 +140,24 @@ def _known(case: Case) -> list[Fact]:
     if late is not None:
         call = CallFact("", late.seq, late.states[0].group.name)
         facts.append(Fact(Relation.MAY_BE_BEHIND, subject(late.ranks), call))
-    first = case.first()
+    first = _failed_first(case)
     if first:
         facts.append(Fact(Relation.FAILED_FIRST, subject(first)))
     facts = facts or _said(case)
     # A job that was ended from outside stops wherever it is.
     return facts if case.facts(Outside) else [*facts, *last_enqueued(case)]
+
+
+def _failed_first(case: Case) -> set[int]:
+    """Return the ranks that torchrun saw fail first, as far as its times, in whole seconds, tell."""
+    first = case.first()
+    seconds = {failure.time for failure in case.failures if failure.rank in first}
+    beside = {
+        failure.rank
+        for failure in case.failures
+        if failure.time in seconds and signal_of(failure.code) != signal.SIGTERM
+    }
+    return first | beside
 
 
 def _timed_out(case: Case) -> list[Fact]:

@@ -18,6 +18,7 @@ from rankcall.analysis.verdicts.suspects import (
     Case,
     Suspect,
     Suspects,
+    ended_before,
     has_failed,
     is_interrupted,
 )
@@ -80,8 +81,9 @@ class Dead(CulpritKind):
             return
         failed = [state for state in snapshot.ranks if _failed(state)]
         if failed and not exits.own and not exits.before:
-            first_s = max(state.gone_s or 0.0 for state in failed)
-            yield self._of_failed([state for state in failed if state.gone_s == first_s], snapshot)
+            first = max(failed, key=lambda state: state.gone_s or 0.0)
+            at_first = [state for state in failed if not ended_before(first, state)]
+            yield self._of_failed(at_first, snapshot)
             return
         ranks = sorted(exits.together)
         early = len(snapshot.ranks) > 1 and not any(map(_has_begun, snapshot.ranks))
@@ -107,7 +109,7 @@ class Dead(CulpritKind):
         return self.finding(
             ranks,
             hosts=hosts_of(snapshot, ranks),
-            since_s=states[0].gone_s or 0.0,
+            since_s=max(state.gone_s or 0.0 for state in states),
             confidence="possible",
             said=[self.state(snapshot, states, 0.0)],
             shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN]],

@@ -177,7 +177,8 @@ def _said_last(fact: Fact, live: bool) -> str:
 
 def _failed_later(fact: Fact, live: bool) -> str:
     ranks = len(others_of(fact).numbers)
-    return f"{count_of(ranks, 'other rank')} failed after that: {name_ranks(others_of(fact))}"
+    when = "at that time, too" if fact.value("at_once") else "after that"
+    return f"{count_of(ranks, 'other rank')} failed {when}: {name_ranks(others_of(fact))}"
 
 
 def _rpc_waits(fact: Fact, live: bool) -> str:

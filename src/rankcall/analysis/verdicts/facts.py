@@ -147,7 +147,8 @@ class Relation(str, Enum):
 
     # Of the ranks that failed, the one that was first, and those that failed later.
     SAID_LAST = "said_last"  # on stderr: lines that say why it ended. values: text
-    FAILED_LATER = "failed_later"  # others: the ranks that failed after it
+    # others: the ranks that failed after it. values: at_once, if the order is not known
+    FAILED_LATER = "failed_later"
 
     # The evidence, and its gaps.
     SEEN_AT = "seen_at"  # the watcher kept that stack so long before the end. values: a place

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rankcall.analysis.snapshot import GONE, RankState, Snapshot
+from rankcall.analysis.snapshot import GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values_of
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
@@ -110,16 +110,19 @@ class Kind:
             ranks_of(snapshot, wait.present),
             call_of_wait(snapshot, wait),
             waiters,
-            number=wait.age_s,
+            number=_waited_s(snapshot, wait, wait.waiters),
             unit="s",
             confidence="possible",
         )
+        in_flight = wait.rows[unfinished(snapshot.calls[wait.rows])]
+        still_there = sorted(set(snapshot.calls["rank"][in_flight].tolist()))
+        still = [Fact(Relation.STILL_IN_TRANSFER, ranks_of(snapshot, still_there))]
         return self.finding(
             (),
             victims=tuple(sorted(evidence.graph.victims([wait]))),
             confidence="possible",
             said=[unended],
-            shown=[Fact(Relation.STILL_IN_TRANSFER, waiters)],
+            shown=still if still_there else (),
             live=snapshot.live,
             advice=advice,
             **fields_of_wait(snapshot, wait),

@@ -265,9 +265,15 @@ def _worker_ended(fact: Fact) -> str:
 
 
 def _failed_first(fact: Fact) -> str:
+    ranks = who(fact)
+    if len(ranks.numbers) == 1:
+        return (
+            f"The first failure that torchrun saw is that of {name_ranks(ranks)}, and that can be "
+            "a rank that waited for another one."
+        )
     return (
-        f"The first failure that torchrun saw is that of {name_ranks(who(fact))}, and that can be "
-        "a rank that waited for another one."
+        f"The first failures that torchrun saw are those of {name_ranks(ranks)}, and those can be "
+        "ranks that waited for another one."
     )
 
 

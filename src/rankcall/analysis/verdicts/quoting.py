@@ -11,6 +11,7 @@ from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.sentences import evidence as written
+from rankcall.analysis.verdicts.suspects import ended_before
 
 
 def with_quotation(snapshot: Snapshot, finding: Finding) -> Finding:
@@ -24,16 +25,24 @@ def with_quotation(snapshot: Snapshot, finding: Finding) -> Finding:
         Relation.SAID_LAST, ranks_of(snapshot, [first.rank]), values=(("text", first.words),)
     )
     facts = [said]
-    later = [
-        state.rank
+    others = [
+        state
         for state in snapshot.ranks
         if (state.failure or state.exit not in (None, 0))
         and not (state.ended_by_launcher or state.aborted)
-        and (state.gone_s or 0.0) < (first.gone_s or 0.0)
+        and not ended_before(state, first)
+        and state.rank != first.rank
     ]
-    if later:
-        others = ranks_of(snapshot, later)
-        facts.append(Fact(Relation.FAILED_LATER, ranks_of(snapshot, [first.rank]), others=others))
+    later = [state.rank for state in others if ended_before(first, state)]
+    at_once = sorted({state.rank for state in others} - set(later))
+    for ranks, values in ((at_once, (("at_once", "yes"),)), (later, ())):
+        if ranks:
+            said_by = ranks_of(snapshot, [first.rank])
+            facts.append(
+                Fact(
+                    Relation.FAILED_LATER, said_by, others=ranks_of(snapshot, ranks), values=values
+                )
+            )
     return replace(
         finding,
         evidence=(*finding.evidence, *written(facts, snapshot.live)),

@@ -36,7 +36,8 @@ _PEER_GONE = re.compile(
     r"Broken pipe|reset by peer|closed by peer|Connection (was likely )?closed|StoreLostError"
 )
 KILLED_LATER_S = 20.0  # torchrun sends SIGKILL 30 s after SIGTERM
-_AT_ONCE_S = 0.02  # processes that get a signal together end within that time
+# Processes that get a signal together end within that time, so noted ends are no more exact.
+_AT_ONCE_S = 0.02
 # A process that stood still for long and then ended was ended with the whole job, and so were those
 # that ended at that time.
 _TOGETHER_S = 1.0
@@ -113,11 +114,30 @@ def _note_bereft(exits: Exits, gone: Sequence[RankState]) -> None:
     store fails: that error is a consequence.
     """
     others = [state for state in gone if not _PEER_GONE.search(state.failure)]
-    first_s = max(map(_ago, others), default=0.0)
-    lost = [state for state in gone if _PEER_GONE.search(state.failure) and _ago(state) < first_s]
-    last_s = min(map(_ago, lost), default=first_s)
+    if not others:
+        return
+    first = max(others, key=_ago)
+    # A rank whose error says that another process was gone ended after that one. So if their times
+    # are too close to tell the order, the error tells it.
+    lost = [
+        state
+        for state in gone
+        if _PEER_GONE.search(state.failure) and not ended_before(state, first)
+    ]
     exits.bereft = {state.rank for state in lost}
-    exits.before = {state.rank for state in others if _ago(state) > last_s}
+    if lost:
+        last = min(lost, key=_ago)
+        exits.before = {other.rank for other in others if not ended_before(last, other)}
+
+
+def ended_before(first: RankState, other: RankState) -> bool:
+    """Tell whether a process is known to have ended before another one.
+
+    Times that are closer to each other than they are exact do not say that. Those of two hosts are
+    counted back from the last sign of life of each.
+    """
+    is_exact = first.host == other.host and None not in (first.exit, other.exit)
+    return _ago(first) - _ago(other) > (_AT_ONCE_S if is_exact else BEATS_S)
 
 
 def is_interrupted(state: RankState) -> bool:

@@ -257,6 +257,60 @@ def test_a_rank_that_ends_with_an_error_and_still_exists(tmp_path: Path) -> None
 GONE = dict.fromkeys(range(4), "gone")
 
 
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ({0: 5.000, 3: 5.001}, (0, 3)),
+        ({0: 5.001, 3: 5.000}, (0, 3)),
+        ({0: 5.000, 3: 5.500}, (0,)),
+    ],
+)
+def test_the_first_of_several_failures(
+    tmp_path: Path, ends: dict[int, float], first: tuple[int, ...]
+) -> None:
+    """Ends that are closer to each other than their times are exact have no order."""
+    failed = [
+        Call(rank, 4, 5 * MS, 4 * SECOND, group=WORLD, status="failed", line=7) for rank in range(4)
+    ]
+    exits = {rank: (1, at) for rank, at in ends.items()}
+    diagnosis = diagnose_calls(
+        tmp_path,
+        [*THREE_ENDED, *failed],
+        seconds=9,
+        states=GONE,
+        exits={**exits, 1: (-15, 5.6), 2: (-15, 5.6)},
+    )
+    dead, transfer = diagnosis.findings
+    assert (dead.kind, dead.ranks) == ("dead", first)
+    # It took from 5 ms to 4 s, and then failed: no rank is in it any more.
+    assert "4 ranks did not get out for 4.0 s" in transfer.summary
+    assert transfer.evidence == ()
+
+
+@pytest.mark.parametrize(
+    ("host_ended", "lost_at", "named"),
+    [
+        (5.0, 5.4, (0,)),
+        (5.4, 5.4, (0,)),
+        (5.41, 5.4, (0,)),  # the launcher saw its end a moment later
+        (6.4, 5.4, (3,)),  # known to be later: the store was lost for another reason
+    ],
+)
+def test_a_lost_connection_follows_from_an_end(
+    tmp_path: Path, host_ended: float, lost_at: float, named: tuple[int, ...]
+) -> None:
+    """An error that says that a peer was gone is a consequence, in whatever order ends are noted."""
+    diagnosis = diagnose_calls(
+        tmp_path,
+        THREE_ENDED,
+        seconds=9,
+        states=GONE,
+        failures={3: "DistNetworkError: Broken pipe"},
+        exits={0: (0, host_ended), 1: (0, 7.0), 2: (0, 7.0), 3: (1, lost_at)},
+    )
+    assert causes(diagnosis) == [("dead" if named == (3,) else "exhausted", named)]
+
+
 def test_stopped_until_the_job_was_killed(tmp_path: Path) -> None:
     """A rank whose heartbeats ended long before its noted exit was stopped; it did not die then."""
     beats, exits = {0: 70.0, 1: 70.0, 2: 5.0, 3: 70.0}, dict.fromkeys(range(4), (-9, 70.2))

@@ -561,6 +561,11 @@ LINES = [
         "2 other ranks failed after that: ranks 4-5 (node-c)",
     ),
     (
+        of(R.FAILED_LATER, at_once="yes"),
+        "1 other rank failed at that time, too: rank 0 (node-a, pid 100)",
+        "2 other ranks failed at that time, too: ranks 4-5 (node-c)",
+    ),
+    (
         of(R.RPC_UNANSWERED, worker="w1", calls="1"),
         "rank 2: 1 RPC of worker 'w1' has no answer; to which worker is not known",
         None,

@@ -132,6 +132,10 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         "The first failure that torchrun saw is that of rank 2 (node-a), and that can be a rank that waited for another one.",
     ),
     (
+        [of(R.RANK_NOT_SAID), Fact(R.FAILED_FIRST, MANY)],
+        f"{NOT_SAID} The first failures that torchrun saw are those of ranks 1-3, and those can be ranks that waited for another one.",
+    ),
+    (
         [
             of(R.RANK_NOT_SAID),
             of(R.WORKER_ENDED, code="-11"),
