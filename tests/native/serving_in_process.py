@@ -20,6 +20,7 @@ from rankcall.serve.live_run import LiveRun
 REQUESTS = (
     *(("GET", "/"), ("GET", "/api/diagnosis"), ("GET", "/api/figures"), ("GET", "/api/stacks")),
     *(("POST", "/api/stacks"), ("POST", "/stacks"), ("GET", "/report")),
+    *(("GET", "/api/profiles"), ("POST", "/api/profiles")),
 )
 TURNS = 2
 
@@ -74,7 +75,7 @@ async def ask(app: Any, page: Page, access: Access, method: str, path: str) -> t
         sent.append(message)
 
     page.shared.forget()
-    page._stacks_at = float("-inf")
+    page._stacks._at = float("-inf")
     page.downloads._made.clear()
     await app(scope, receive, send)
     body = b"".join(message.get("body", b"") for message in sent).decode()

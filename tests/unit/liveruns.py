@@ -28,14 +28,14 @@ def live_run(folder: Path, ranks: int, pid: int) -> Path:
     return folder / "run"
 
 
-def give_to(run: Path, pid: int) -> None:
-    """Make a live process of this host the owner of all rings of a run."""
+def give_to(run: Path, pid: int, rank: int | None = None) -> None:
+    """Make a live process of this host the owner of all rings of a run, or of that of one rank."""
     theirs = {
         "pid": pid.to_bytes(4, "little"),
         "process_start": (process_start(pid) or 0).to_bytes(8, "little"),
         "boot_id": boot_id().encode().ljust(40, b"\0"),
     }
-    for path in (run / "rings").iterdir():
+    for path in (run / "rings").glob("*" if rank is None else f"rank-{rank:05d}.*"):
         with path.open("r+b") as file:
             for name, value in theirs.items():
                 file.seek(offset_of(name))

@@ -124,8 +124,8 @@ job/departure.py: wait: self._wake.wait
     a daemon thread of its own, woken when the process ends
 cli/exec.py: wait: child[0].wait
     the user's command, which takes as long as it takes
-serve/app.py: lock: self._stacks_turn
-    a coroutine's lock; its owner waits for the ranks' stacks, which has a deadline
+serve/app.py: lock: self._turn
+    a coroutine's lock; its owner waits for stacks or profiles of ranks, which has a deadline
 serve/app.py: wait: self.closing.wait
     inside wait_for, which bounds it
 serve/downloads.py: acquire: self._turn.acquire

@@ -55,6 +55,18 @@ def by_interest(diagnosis: Diagnosis, most: int) -> list[int]:
     return list(ranks)[:most]
 
 
+def suspect_and_peer(run: Run) -> list[int]:
+    """Return a rank of this host that the verdict names, and one that it does not name.
+
+    Their profiles can be compared. Without the former, there are none.
+    """
+    findings = diagnose_asking(run).findings
+    here = {head.header.rank for head in run.heads if head.header.process_state() == "alive"}
+    named = {rank for finding in findings for rank in finding.ranks}
+    suspects = sorted(here.intersection(findings[0].ranks)) if findings else []
+    return [*suspects[:1], *sorted(here - named)[:1]] if suspects else []
+
+
 def live_window(run: Run) -> int:
     """Return how many calls of each rank a live view keeps, so that a look takes no longer."""
     return max(_FEWEST, min(_MOST, _WINDOW // max(1, len(run.heads))))

@@ -27,6 +27,7 @@ from rankcall.printable import clean
 from rankcall.ring.layout import Header
 from rankcall.run.frames import Frame
 from rankcall.run.hangs import next_free
+from rankcall.run.load import Run
 from rankcall.run.own_stacks import training_thread_of
 from rankcall.run.stacks import py_spy
 
@@ -34,6 +35,12 @@ FOLDER = "profiles"
 MOST_RANKS = 8  # at once; py-spy takes some CPU time for each
 _START_S = 60.0  # until py-spy has found the interpreter, on a machine that is busy
 _MOST_BYTES = 1 << 26  # of one profile; 60 s of deep stacks are some MiB
+_RANKS = re.compile(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*")
+_NOT_ALIVE = {
+    "gone": "has ended",
+    "stopped": "is stopped, and does nothing: see rankcall diagnose --stacks",
+    "unknown": "does not run on this host, or is not in this run",
+}
 _THREAD = re.compile(r"Thread (\d{1,10})\b")
 
 
@@ -52,6 +59,51 @@ class Profile:
     path: Path | None
     lines: Sequence[tuple[float, str]] = ()
     problem: str = ""
+
+    def as_object(self) -> dict[str, Any]:
+        """Return it as JSON of ``rankcall profile --json`` has it."""
+        return {
+            "rank": self.header.rank,
+            "host": self.header.host,
+            "pid": self.header.pid,
+            "file": None if self.path is None else str(self.path),
+            "lines": [{"share": round(share, 3), "line": line} for share, line in self.lines],
+            "problem": self.problem or None,
+        }
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the ranks that somebody wrote, as in ``5,6`` or ``0-3``, in ascending order.
+
+    Raises ``ValueError`` for anything else, and for more than ``MOST_RANKS``.
+    """
+    chosen: list[int] = []
+    for part in text.split(","):
+        match = _RANKS.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last or last - first >= MOST_RANKS:
+            raise ValueError(f"ranks, as in 5,6 or 0-3; got {clean(text)!r}")
+        chosen += range(first, last + 1)
+    chosen = sorted(set(chosen))
+    if len(chosen) > MOST_RANKS:
+        raise ValueError(f"{MOST_RANKS} ranks at most; got {len(chosen)}")
+    return chosen
+
+
+def alive(run: Run, ranks: Sequence[int]) -> list[Header]:
+    """Return the headers of these ranks' processes.
+
+    Raises ``RankcallError`` for the first of them that does not run on this host, and says why.
+    """
+    by_rank = {head.header.rank: head.header for head in run.heads}
+    states = {
+        rank: by_rank[rank].process_state() if rank in by_rank else "unknown" for rank in ranks
+    }
+    absent = [rank for rank in ranks if states[rank] != "alive"]
+    if absent:
+        why = _NOT_ALIVE.get(states[absent[0]], "cannot be profiled")
+        raise RankcallError(f"rank {absent[0]} {why}")
+    return [by_rank[rank] for rank in ranks]
 
 
 def take_profiles(

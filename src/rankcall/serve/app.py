@@ -45,8 +45,8 @@ KINDS = {
 }
 
 _SEND_S = 30.0  # a viewer that takes no byte for so long is gone
-_MOST_BODY = 4096  # bytes of a request: the only form that is sent has one token
-_STACKS_EVERY_S = 2.0  # requests within that time get the same stacks
+_MOST_BODY = 4096  # bytes of a request: a form has one token, or a list of ranks
+_ASKED_EVERY_S = 2.0  # requests within that time get the same stacks, or the same profiles
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",
@@ -93,6 +93,25 @@ class _File(FileResponse):
                 await PlainTextResponse(f"{error}\n", 503, dict(_HEADERS))(scope, receive, send)
 
 
+class _Asked:
+    """Asks the ranks for something, once for all viewers who ask for the same at the same time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._asked: tuple[str, ...] | None = None
+        self._at = float("-inf")
+
+    async def ask(self, take: Callable[..., object], *arguments: str) -> bool:
+        """Call ``take`` on a thread, unless that was just done; return whether it was called."""
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            if self._asked == arguments and loop.time() - self._at < _ASKED_EVERY_S:
+                return False
+            await asyncio.to_thread(take, *arguments)
+            self._asked, self._at = arguments, loop.time()
+            return True
+
+
 class Page:
     """Answers the requests for one run. ``closing`` is set when the server ends."""
 
@@ -101,8 +120,7 @@ class Page:
         self.downloads = Downloads()
         self.closing = asyncio.Event()
         self._access = access
-        self._stacks_turn = asyncio.Lock()
-        self._stacks_at = float("-inf")
+        self._stacks, self._profiles = _Asked(), _Asked()
 
     def routes(self) -> list[Route]:
         """Return the addresses."""
@@ -112,9 +130,12 @@ class Page:
             Route("/login", self._checked(self.login), methods=["POST"]),
             Route("/events", self._checked(self.events)),
             Route("/stacks", self._checked(self.stacks_form), methods=["POST"]),
+            Route("/profiles", self._checked(self.profiles_form), methods=["POST"]),
+            Route("/profiles/{rank:int}", self._checked(self.profile)),
             Route("/api/diagnosis", self._checked(self.diagnosis)),
             Route("/api/figures", self._checked(self.figures)),
             Route("/api/stacks", self._checked(self.stacks), methods=["GET", "POST"]),
+            Route("/api/profiles", self._checked(self.profiles), methods=["GET", "POST"]),
             *(Route(path, self._checked(self._download(name))) for path, name in made),
             Route("/api/report", self._checked(self._download("summary"))),
         ]
@@ -157,16 +178,10 @@ class Page:
 
     async def login(self, request: Request) -> Response:
         """Set the cookie for a token from a form."""
-        body = b""
-        try:
-            async for part in request.stream():
-                body += part
-                if len(body) > _MOST_BODY:
-                    return PlainTextResponse("too long\n", 413)
-        except ClientDisconnect:  # a traceback for each of many strangers would fill stderr
-            return PlainTextResponse("incomplete\n", 400)
-        token = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0]
-        if not self._access.is_token(token.strip()):
+        fields = await _form(request)
+        if isinstance(fields, Response):
+            return fields
+        if not self._access.is_token(fields.get("token", "").strip()):
             return HTMLResponse(login_page("That is not the token of this server."), 401)
         response = RedirectResponse("./", 303)
         response.set_cookie(
@@ -232,14 +247,43 @@ class Page:
         return RedirectResponse("./#stacks", 303)
 
     async def _take_stacks(self) -> None:
-        """Have the ranks dump their stacks, once for all who ask at the same time."""
-        loop = asyncio.get_running_loop()
-        async with self._stacks_turn:
-            if loop.time() - self._stacks_at < _STACKS_EVERY_S:
-                return
-            await asyncio.to_thread(self.shared.run.take_stacks)
-            self._stacks_at = loop.time()
+        """Have the ranks dump their stacks."""
+        if await self._stacks.ask(self.shared.run.take_stacks):
             self.shared.forget()
+
+    async def profiles(self, request: Request) -> Response:
+        """Return the profiles that the page shows; a POST takes new ones first."""
+        if request.method == "POST":
+            refused = await self._take_profiles(request)
+            if refused is not None:
+                return refused
+        look = (await self.shared.newest()).look
+        return JSONResponse(_profiles_object(look))
+
+    async def profiles_form(self, request: Request) -> Response:
+        """Profile ranks for a browser without scripts."""
+        return await self._take_profiles(request) or RedirectResponse("./#profiles", 303)
+
+    async def _take_profiles(self, request: Request) -> Response | None:
+        """Profile the ranks that a form names; return why that is refused, or None."""
+        fields = await _form(request)
+        if isinstance(fields, Response):
+            return fields
+        if await self._profiles.ask(self.shared.run.take_profiles, fields.get("ranks", "")):
+            self.shared.forget()
+        return None
+
+    async def profile(self, request: Request) -> Response:
+        """Return the newest profile of a rank, for a viewer of such files."""
+        look = (await self.shared.newest()).look
+        taken = look.profiles.taken if look.profiles else ()
+        rank = request.path_params["rank"]
+        for profile in taken:
+            if profile.header.rank == rank and profile.path is not None:
+                return _File(
+                    profile.path, media_type="application/json", filename=profile.path.name
+                )
+        return PlainTextResponse(f"rank {rank} has no profile here\n", 404)
 
     def _download(self, name: str) -> Handler:
         kind, attempt = KINDS[name], self.shared.run.attempt
@@ -264,6 +308,27 @@ class Page:
             return _File(path, media_type=kind.media_type, filename=f"{plain}.{kind.name}")
 
         return send
+
+
+async def _form(request: Request) -> dict[str, str] | Response:
+    """Return the fields of a form, or an answer if it cannot be read."""
+    body = b""
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BODY:
+                return PlainTextResponse("too long\n", 413)
+    except ClientDisconnect:  # a traceback for each of many strangers would fill stderr
+        return PlainTextResponse("incomplete\n", 400)
+    return {name: values[0] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+
+
+def _profiles_object(look: Look) -> dict[str, Any]:
+    profiles = look.profiles
+    return {
+        "epoch_s": profiles.epoch_s if profiles else None,
+        "profiles": [profile.as_object() for profile in profiles.taken] if profiles else [],
+    }
 
 
 def _stacks_object(look: Look) -> dict[str, Any]:

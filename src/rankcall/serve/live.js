@@ -122,18 +122,20 @@
     if (document.hidden) { if (events) events.close(); } else { if (events) events.close(); listen(); }
   });
 
-  document.addEventListener("submit", async (event) => {
-    if (event.target.id !== "take") return;
+  document.addEventListener("submit", async (event) => { // of a form that asks the ranks for something
+    const form = event.target;
+    if (!form.classList.contains("ask")) return;
     event.preventDefault();
-    const button = event.target.querySelector("button"), status = $("taking");
+    const button = form.querySelector("button"), status = form.querySelector("[role=status]");
     button.disabled = true;
-    status.textContent = "asking the ranks…";
+    status.textContent = form.dataset.busy;
     try {
-      const answer = await fetch("api/stacks", { method: "POST" });
-      if (!answer.ok) throw new Error(answer.status);
+      const body = new URLSearchParams(new FormData(form));
+      const answer = await fetch("api/" + form.getAttribute("action"), { method: "POST", body });
+      if (!answer.ok) throw new Error(await answer.text() || answer.status); // a line of plain text
       status.textContent = "";
     } catch (error) {
-      status.textContent = "the stacks could not be taken (" + error.message + ")";
+      status.textContent = "that did not work: " + error.message;
     }
     button.disabled = false;
   });

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rankcall.analysis.looks import live_window
+from rankcall.analysis.looks import live_window, suspect_and_peer
 from rankcall.analysis.recent_figures import Figures, recent_figures
 from rankcall.analysis.run_reader import RunReader
 from rankcall.analysis.verdicts import diagnose, judge, with_stacks
@@ -19,11 +19,13 @@ from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Run, load
 from rankcall.run.own_stacks import request_stacks
 from rankcall.run.paths import ring_paths
+from rankcall.run.profiles import Profile, alive, parse_ranks, take_profiles
 from rankcall.run.stack_text import tidy
 from rankcall.serve.other_nodes import OtherNodes
 
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"
 _NEWEST = 512  # records read from the end of each ring of a live job
+PROFILE_S, _RATE = 3, 50  # of a profile: for how long, and samples per second
 _MOST_STACKS = 4096  # ranks of this host that are asked: each gets a signal
 
 
@@ -38,6 +40,14 @@ class Stacks:
     epoch_s: float
     by_watcher: bool  # the job's own watcher kept them with its verdict; else a viewer asked
     lines: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """The profiles that a viewer asked for last, and when they were taken, as epoch seconds."""
+
+    taken: Sequence[Profile]
+    epoch_s: float
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Look:
     diagnosis: Diagnosis | None = None
     figures: Figures | None = None
     stacks: Stacks | None = None
+    profiles: Profiles | None = None
     reading_cpu_s: float = 0.0
 
     @property
@@ -81,6 +92,7 @@ class LiveRun:
     _seen: Look | None = field(default=None, repr=False)
     _over: tuple[object, Diagnosis] | None = field(default=None, repr=False)
     _asked: Stacks | None = field(default=None, repr=False)
+    _profiled: Profiles | None = field(default=None, repr=False)
 
     def look(self) -> Look:
         """Read the newest records of every rank and judge them. Raises nothing."""
@@ -105,6 +117,33 @@ class LiveRun:
         self._asked = Stacks(texts, self.clock(), by_watcher=False)
         return self._asked
 
+    def take_profiles(self, ranks: str = "") -> Profiles:
+        """Profile ranks of this host for some seconds, and keep the profiles in the run.
+
+        Args:
+            ranks: As ``rankcall profile --ranks`` takes them; empty: a rank that the verdict names,
+                and one that it does not name.
+
+        Raises:
+            RankcallError: The ranks cannot be profiled; it says why.
+            OSError: The run directory cannot be written.
+        """
+        where = self.place()
+        if not where.is_dir():
+            raise RankcallError("this run has no ranks that run")
+        run = load(where)
+        if self.attempt is not None:
+            run = run.only(self.attempt)
+        try:
+            chosen = parse_ranks(ranks) if ranks.strip() else suspect_and_peer(run)
+        except ValueError as error:
+            raise RankcallError(f"the page takes {error}") from error
+        if not chosen:
+            raise RankcallError("no rank of this host stands out: say which to profile")
+        taken = take_profiles(run.path, alive(run, chosen), PROFILE_S, _RATE)
+        self._profiled = Profiles(taken, self.clock())
+        return self._profiled
+
     def _unread(self, problem: str) -> Look:
         if self._seen is None:
             return Look(WAITING, self.clock(), str(self.path or ""), problem=problem)
@@ -113,7 +152,8 @@ class LiveRun:
     def _read(self) -> Look:
         where = self.place()
         if self._seen is not None and self._seen.run != str(where):
-            self._seen = self._over = self._asked = None  # the job was started again
+            # The job was started again.
+            self._seen = self._over = self._asked = self._profiled = None
             self._reader, self._others = RunReader(_NEWEST), OtherNodes()
         finished = self._finished(where)
         if finished is not None:
@@ -151,6 +191,7 @@ class LiveRun:
             diagnosis=diagnosis,
             figures=recent_figures(diagnosis.snapshot) if is_moving else None,
             stacks=self._asked or (_stacks_of_watcher(kept_in(where)) if where.is_dir() else None),
+            profiles=self._profiled,
         )
 
     def _with_kept_stacks(self, run: Run, look: Look) -> Look:

@@ -8,17 +8,18 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall.printable import clean
+from rankcall.report.formatting import percent
 from rankcall.report.html import asset, digest, environment
 from rankcall.report.html.first_screen import item_of_finding
 from rankcall.report.html.stacks import clock, stack_rows
 from rankcall.report.top_lines import lines_of
 from rankcall.serve.figures_section import charts
 from rankcall.serve.history import History
-from rankcall.serve.live_run import LIVE, Look
+from rankcall.serve.live_run import LIVE, PROFILE_S, Look
 from rankcall.serve.ranks_section import grid, places
 from rankcall.serve.verdict_section import problem_lines, run_lines, title
 
-SECTIONS = ("verdict", "ranks", "figures", "stacks")
+SECTIONS = ("verdict", "ranks", "figures", "stacks", "profiles")
 
 
 @functools.cache
@@ -91,6 +92,7 @@ def sections(look: Look, history: History) -> dict[str, str]:
         "ranks": parts.ranks(grid(verdict, lines), places(verdict, lines)),
         "figures": parts.figures(charts(look, history), look.figures, look.state == LIVE),
         "stacks": parts.stacks(_stacks(look), look.state == LIVE),
+        "profiles": parts.profiles(_profiles(look), look.state == LIVE),
     }
 
 
@@ -103,3 +105,19 @@ def _stacks(look: Look) -> dict[str, Any]:
         "by_watcher": look.stacks.by_watcher,
         "asked": True,
     }
+
+
+def _profiles(look: Look) -> dict[str, Any]:
+    if look.profiles is None:
+        return {"ranks": [], "when": "", "seconds": PROFILE_S}
+    ranks = [
+        {
+            "rank": profile.header.rank,
+            "host": clean(profile.header.host),
+            "lines": [(percent(share), line) for share, line in profile.lines],
+            "file": profile.path is not None,
+            "problem": clean(profile.problem),
+        }
+        for profile in look.profiles.taken
+    ]
+    return {"ranks": ranks, "when": clock(look.profiles.epoch_s), "seconds": PROFILE_S}

@@ -121,10 +121,10 @@ def test_names_that_cannot_lead_elsewhere(local: Served, host: str) -> None:
 @pytest.mark.parametrize(
     "origin", [None, "null", "http://evil.example", "http://127.0.0.1:1", "file://", "http://["]
 )
-def test_only_the_page_itself_takes_stacks(local: Served, origin: str | None) -> None:
+def test_only_the_page_itself_asks_the_ranks(local: Served, origin: str | None) -> None:
     """A POST from elsewhere, or from nowhere, does nothing."""
     headers = {} if origin is None else {"Origin": origin}
-    for path in ("/stacks", "/api/stacks"):
+    for path in ("/stacks", "/api/stacks", "/profiles", "/api/profiles"):
         assert local.ask(path, "POST", "", **headers).status == 403
 
 
@@ -134,6 +134,27 @@ def test_the_page_itself_may_take_stacks(local: Served) -> None:
     answer = local.ask("/api/stacks", "POST", "", Origin=own)
     assert (answer.status, answer.json["stack_classes"]) == (200, [])
     assert local.ask("/stacks", "POST", "", Origin=own).status == 303
+
+
+def test_ranks_that_cannot_be_profiled(local: Served) -> None:
+    """The answer says why, and nothing of the run directory is served for a rank without one."""
+    own = f"http://127.0.0.1:{local.port}"
+    for ranks, why in (
+        ("ranks=0", "rank 0 does not run on this host"),
+        ("ranks=0-99", "the page takes ranks, as in 5,6 or 0-3"),
+        ("ranks=%3Cb%3E%1b", "the page takes ranks, as in 5,6 or 0-3"),
+    ):
+        answer = local.ask("/api/profiles", "POST", ranks, Origin=own)
+        assert (answer.status, answer.headers["content-type"].partition(";")[0]) == (
+            503,
+            "text/plain",
+        )
+        assert why in answer.text
+        assert answer.text.strip().isprintable()
+    assert local.ask("/api/profiles", "POST", "ranks=" + "1," * 9000, Origin=own).status == 413
+    assert local.ask("/api/profiles").json == {"epoch_s": None, "profiles": []}
+    for path in ("/profiles/0", "/profiles/99999999999999999999"):
+        assert local.ask(path).status == 404
 
 
 def test_without_the_token_nothing_is_shown(public: Served) -> None:

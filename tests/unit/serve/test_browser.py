@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 from browser import chromium
-from liveruns import live_run
+from liveruns import give_to, live_run
 from serving import DEADLINE_S, Served
 
+from rankcall.run.stacks import py_spy
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
@@ -119,6 +121,59 @@ def test_without_scripts(browser: Any, tmp_path: Path, someone: subprocess.Popen
         page.locator("#take button").click()
         page.wait_for_selector("text=No rank of this host has answered")
         page.context.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[subprocess.Popen[bytes]]:
+    """Return another process that is there until the test is over."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize("has_scripts", [True, False])
+def test_profiles(
+    browser: Any,
+    tmp_path: Path,
+    someone: subprocess.Popen[bytes],
+    peer: subprocess.Popen[bytes],
+    has_scripts: bool,
+) -> None:
+    """The button shows where the rank of the verdict, and another one, spend some seconds."""
+    skip_without_py_spy(peer.pid)
+    run = live_run(tmp_path, 8, peer.pid)
+    give_to(run, someone.pid, rank=2)
+    with Served(run) as served:
+        page, wrong = opened(browser, served, java_script_enabled=has_scripts)
+        page.locator("#profile button").click()
+        lines = page.locator("#profiles table td.code")
+        lines.first.wait_for()
+        assert lines.all_inner_texts() == ["<string>:1 in <module>"] * 2
+        assert page.locator("#profiles b").all_inner_texts() == ["rank 2", "rank 0"]
+        with page.expect_download() as download:
+            page.locator("#profiles a").first.click()
+        assert download.value.suggested_filename == "rank-00002.speedscope.json"
+        assert "profiles" in json.loads(Path(download.value.path()).read_text())
+        if has_scripts:
+            page.fill("#profiled", "77")
+            page.locator("#profile button").click()
+            page.wait_for_selector("text=rank 77 does not run on this host")
+            wrong = [line for line in wrong if "503" not in line]
+        assert wrong == []
+        page.context.close()
+
+
+def skip_without_py_spy(pid: int) -> None:
+    """Skip the test if py-spy is not installed, or may not read a process here."""
+    spy = py_spy()
+    if spy is None:
+        pytest.skip("needs rankcall[stacks]")
+    done = subprocess.run(
+        [spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    if done.returncode:
+        pytest.skip(f"py-spy may not read processes here: {done.stderr[-200:]}")
 
 
 def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:

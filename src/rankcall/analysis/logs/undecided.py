@@ -149,7 +149,7 @@ def _known(case: Case) -> list[Fact]:
 
 
 def _failed_first(case: Case) -> set[int]:
-    """Return the ranks that torchrun saw fail first, as far as its times, in whole seconds, tell."""
+    """Return the ranks that torchrun saw fail first, as far as whole seconds tell."""
     first = case.first()
     seconds = {failure.time for failure in case.failures if failure.rank in first}
     beside = {

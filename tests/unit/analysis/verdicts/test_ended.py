@@ -299,7 +299,7 @@ def test_the_first_of_several_failures(
 def test_a_lost_connection_follows_from_an_end(
     tmp_path: Path, host_ended: float, lost_at: float, named: tuple[int, ...]
 ) -> None:
-    """An error that says that a peer was gone is a consequence, in whatever order ends are noted."""
+    """An error that says that a peer was gone is a consequence, whichever end was noted first."""
     diagnosis = diagnose_calls(
         tmp_path,
         THREE_ENDED,
