@@ -280,7 +280,7 @@ class Recording(Handle):
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
-            thread = self._training_thread.find()
+            thread = self._training_thread.look()
             put(self.ring, "train_thread", thread)
             self._sampler.look(thread, due_ns)
             self._sampler.sample(thread)

@@ -31,6 +31,7 @@ _FULL = 2  # the oldest generation: a collection of it visits every object
 _MOST_BYTES = 4096  # of a file; all of these are shorter
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _DISK_WAIT_TICKS = 39  # in a thread's stat, counted from 0 behind the name in parentheses
+_COUNTS_DELAYS = "/proc/sys/kernel/task_delayacct"  # "0": the kernel does not, since version 5.14
 
 Parse = Callable[[bytes], dict[str, int]]
 
@@ -42,7 +43,9 @@ class Sampler:
         """Begin with nothing counted; ``look`` is that of the capture."""
         self._ring = ring
         self._writer = SampleWriter(ring, geometry)
-        self._moments = Moments(look, _times_of)
+        self._moments = Moments(look, self._read_times)
+        self._times: dict[int, ThreadTimes] = {}  # by thread: read at the newest look
+        self._has_disk_waits = False
         self._run_queue = RunQueue(_switches_of)
         self._gc_ns = self._full_gc_ns = self._gc_began_ns = self._gc_ended_ns = 0
         self._names = ""
@@ -52,6 +55,7 @@ class Sampler:
     def start(self) -> None:
         """Count collections from now on."""
         limited, mine = limited_cgroup(), own_cgroup()
+        self._has_disk_waits = _read(_COUNTS_DELAYS, _number) != {"number": 0}
         if limited is not None:
             self._of_process.append((str(limited / "cpu.stat"), _throttled))
         if mine is not None:
@@ -74,27 +78,37 @@ class Sampler:
     def look(self, thread: int, due_ns: int) -> None:
         """Look at what the process does; see ``Moments.look``."""
         collected_ns = self._gc_ns + self._full_gc_ns
+        self._times.clear()
         # Only the newest collection: earlier ones of this moment are short.
         last_ns = self._gc_ended_ns - max(self._gc_began_ns, due_ns)
         self._moments.look(thread, due_ns, collected_ns, max(0, last_ns))
 
     def sample(self, thread: int) -> None:
-        """Write one sample; ``thread`` is the kernel's id of the training thread, or 0."""
+        """Write one sample; ``thread`` is the kernel's id of the training thread, or 0.
+
+        The times of a thread that a look has just read are not read again.
+        """
         counters = {"gc_ns": self._gc_ns, "full_gc_ns": self._full_gc_ns}
         if thread:
-            task = f"/proc/self/task/{thread}"
-            times = _read(f"{task}/schedstat", _schedule)
-            counters.update(times)
-            if times:
-                woken_ns = self._run_queue.woken_ns(thread, times["runnable_ns"])
+            times = self._times.pop(thread, None) or _times_of(thread)
+            if times is not None:
+                counters.update(running_ns=times.running_ns, runnable_ns=times.queued_ns)
+                woken_ns = self._run_queue.woken_ns(thread, times.queued_ns)
                 counters.update({} if woken_ns is None else {"woken_ns": woken_ns})
-            counters.update(_read(f"{task}/stat", _disk))
+            if self._has_disk_waits:
+                counters.update(_read(f"/proc/self/task/{thread}/stat", _disk))
             counters.update(named_phases.spent_by(thread))
         counters.update(self._moments.counters())
         for path, parse in self._of_process:
             counters.update(_read(path, parse))
         self._write_names()
         self._writer.write(time.monotonic_ns(), thread, counters)
+
+    def _read_times(self, thread: int) -> ThreadTimes | None:
+        times = _times_of(thread)
+        if times is not None:
+            self._times[thread] = times
+        return times
 
     def _write_names(self) -> None:
         names = named_phases.names()
@@ -137,17 +151,10 @@ def _times_of(thread: int) -> ThreadTimes | None:
 
 
 def _running_and_queued(raw: bytes) -> dict[str, int]:
+    """Read a thread's schedstat: its time on a CPU, and behind it that in a run queue, in ns."""
     running, queued = map(int, raw.split()[:2])
     # A kernel that does not count says "0 0 0".
     return {"running_ns": running, "queued_ns": queued} if running else {}
-
-
-def _schedule(raw: bytes) -> dict[str, int]:
-    """Read a thread's schedstat: its time on a CPU, and behind it that in a run queue, in ns."""
-    times = _running_and_queued(raw)
-    if not times:
-        return {}
-    return {"running_ns": times["running_ns"], "runnable_ns": times["queued_ns"]}
 
 
 def _switches_of(thread: int) -> Switches | None:
@@ -169,6 +176,10 @@ def _disk(raw: bytes) -> dict[str, int]:
     """Read a thread's stat. The thread's name, in parentheses, may have any character."""
     fields = raw[raw.rindex(b")") + 1 :].split()
     return {"disk_wait_ns": int(fields[_DISK_WAIT_TICKS]) * _TICK_NS}
+
+
+def _number(raw: bytes) -> dict[str, int]:
+    return {"number": int(raw)}
 
 
 def _throttled(raw: bytes) -> dict[str, int]:

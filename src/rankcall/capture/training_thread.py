@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _NEWEST = 64  # records: a thread that saves checkpoints issues fewer of them
+_SEARCH_EVERY = 8  # looks: the heartbeat takes one twice a second, and a search costs most of it
 
 
 class TrainingThread:
@@ -36,14 +37,22 @@ class TrainingThread:
         self._ring, self._geometry = ring, geometry
         self._first = threading.get_native_id()
         self._stepped = 0
+        self._found, self._looks_left = 0, 0
 
     def note_step(self) -> None:
         """Note that this thread has stepped an optimizer."""
         self._stepped = threading.get_native_id()
 
+    def look(self) -> int:
+        """Return what ``find`` returns, or has returned at one of the last looks."""
+        self._looks_left -= 1
+        if self._stepped or self._looks_left < 0 or not _lives(self._found):
+            self._found, self._looks_left = self.find(), _SEARCH_EVERY
+        return self._found
+
     def find(self) -> int:
         """Return its kernel id; 0 if it is not known or has ended."""
-        if self._stepped and os.path.exists(f"/proc/self/task/{self._stepped}"):
+        if _lives(self._stepped):
             return self._stepped
         threads = _python_threads()
         likeliest = (*self._issuing(), self._first)
@@ -60,6 +69,11 @@ class TrainingThread:
         threads, counts = np.unique(records["thread"][slots], return_counts=True)
         issuing: list[int] = threads[np.argsort(-counts, kind="stable")].tolist()
         return issuing
+
+
+def _lives(thread: int) -> bool:
+    """Return whether a thread of this process has that kernel id."""
+    return thread != 0 and os.path.exists(f"/proc/self/task/{thread}")
 
 
 def _python_threads() -> set[int | None]:

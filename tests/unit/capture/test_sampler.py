@@ -112,13 +112,50 @@ def test_the_training_thread_is_measured(sampled: Sampled) -> None:
     assert not {"runnable_ns", "disk_wait_ns"} & sampled.newest(os.getppid()).keys()
 
 
+@pytest.mark.parametrize(("setting", "is_known"), [("0\n", False), ("1\n", True), (None, True)])
+def test_waits_for_disks_that_the_kernel_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, is_known: bool
+) -> None:
+    """Then they are not known, and not zero. Old kernels without the setting count them."""
+    file = tmp_path / "task_delayacct"
+    if setting is not None:
+        file.write_text(setting)
+    monkeypatch.setattr(sampler, "_COUNTS_DELAYS", str(file))
+    made = Sampled(tmp_path)
+    made.sampler.start()
+    try:
+        assert ("disk_wait_ns" in made.newest(threading.get_native_id())) == is_known
+    finally:
+        made.sampler.stop()
+
+
+def test_a_look_and_its_sample_read_the_times_once(
+    sampled: Sampled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heartbeat does both at once. A sample that follows no look reads them itself."""
+    asked: list[int] = []
+    times_of = sampler._times_of
+    monkeypatch.setattr(
+        sampler, "_times_of", lambda thread: asked.append(thread) or times_of(thread)
+    )
+    stopping = threading.Event()
+    thread = threading.Thread(target=stopping.wait, args=(60,))
+    thread.start()
+    training = thread.native_id or 0
+    sampled.sampler.look(training, time.monotonic_ns())
+    assert "running_ns" in sampled.newest(training)
+    assert asked.count(training) == 1
+    assert "running_ns" in sampled.newest(training)
+    assert asked.count(training) == 2
+    stopping.set()
+    thread.join()
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "counters"),
     [
-        (sampler._schedule, "12 345 6\n", {"running_ns": 12, "runnable_ns": 345}),
-        (sampler._schedule, "0 0 0\n", {}),  # this kernel does not count
         (sampler._running_and_queued, "12 345 6\n", {"running_ns": 12, "queued_ns": 345}),
-        (sampler._running_and_queued, "0 0 0\n", {}),
+        (sampler._running_and_queued, "0 0 0\n", {}),  # this kernel does not count
         (
             sampler._switches,
             "Name:\tx\nvoluntary_ctxt_switches:\t5\nnonvoluntary_ctxt_switches:\t7\n",
@@ -153,7 +190,7 @@ def test_what_cannot_be_read_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "other").write_text("a b c\n")
     for path in (tmp_path / "none", tmp_path / "empty", tmp_path, tmp_path / "other"):
-        assert sampler._read(str(path), sampler._schedule) == {}
+        assert sampler._read(str(path), sampler._running_and_queued) == {}
 
 
 class Cgroups:

@@ -121,6 +121,28 @@ def test_a_thread_that_has_ended(ring: Ring) -> None:
     wait_until(lambda: ring.found() == threading.get_native_id())
 
 
+def test_a_look_searches_seldom(ring: Ring) -> None:
+    """Who issues the calls is looked for at every ninth look, or if the thread has ended."""
+    with Waiting() as second:
+        with Waiting() as first:
+            ring.issue([first] * 64)
+            assert ring.finder.look() == first
+            ring.issue([second] * 64)
+            assert [ring.finder.look() for _ in range(8)] == [first] * 8
+            assert ring.finder.look() == second
+            ring.issue([first] * 64)
+            assert ring.finder.look() == second
+        ring.issue([second] * 64)
+    wait_until(lambda: ring.finder.look() == threading.get_native_id())
+
+
+def test_a_look_sees_the_first_step_at_once(ring: Ring) -> None:
+    """A thread that steps an optimizer trains, whichever thread was found before."""
+    ring.finder.look()
+    with Waiting(ring.finder.note_step) as stepping:
+        assert ring.finder.look() == stepping
+
+
 def test_a_ring_that_no_living_thread_made() -> None:
     """Then the thread is not known: 0."""
     made: list[Ring] = []
