@@ -22,6 +22,11 @@ logger = logging.getLogger("rankcall")
 T = TypeVar("T")
 
 
+def is_lack_of_threads(error: BaseException) -> bool:
+    """Tell whether an error says that the system gives this process no further thread."""
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+
+
 class BackgroundCall(Generic[T]):
     """A call that runs on a daemon thread. If it never returns, the thread is left behind.
 

@@ -1,8 +1,12 @@
-// Preloaded: the system call number n that touches a file below given folders fails once.
+// Preloaded: the system call number n of those that are ours fails once.
 //
 // fail_at(roots, n, error) begins to count anew; n = 0 counts without a failure. calls_made() returns the count, and
-// failed_call() the name of the call that has failed. Only files below the folders count, so that the program's own
-// files, Python's imports and torch's libraries are left alone.
+// failed_call() the name of the call that has failed. Calls that touch a file below one of the folders are ours, so
+// the program's own files, Python's imports and torch's libraries are left alone.
+//
+// "sockets" among the roots: so are the calls about processes, threads, sockets and other descriptors that come from
+// Python itself, and from its standard library, but not from the libraries in C++ that torch brings. "threads": only
+// those that start a process or a thread.
 
 #include <cerrno>
 #include <cstdarg>
@@ -10,11 +14,16 @@
 #include <dlfcn.h>
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/sendfile.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -28,7 +37,8 @@ std::atomic<long> calls{0};
 long fails_at = 0;
 int error_number = 0;
 const char* failed = "";
-std::atomic<bool> tracked[4096];
+std::atomic<bool> tracked[4096], is_paused{false};
+bool count_threads = false, count_sockets = false;
 
 bool is_ours(const char* path) {
     for (const char* root = roots; path != nullptr && *root != '\0';) {
@@ -42,7 +52,7 @@ bool is_ours(const char* path) {
 bool is_ours(int fd) { return fd >= 0 && fd < 4096 && tracked[fd]; }
 
 bool fails(bool ours, const char* name) {
-    if (!ours || ++calls != fails_at) return false;
+    if (!ours || is_paused || ++calls != fails_at) return false;
     failed = name;
     errno = error_number;
     return true;
@@ -53,6 +63,16 @@ int track(int fd, bool ours) {
     return fd;
 }
 
+// Whether the code at an address is Python's own: the interpreter, or an extension of its standard library.
+bool is_pythons(const void* address) {
+    Dl_info about;
+    if (!dladdr(address, &about) || about.dli_fname == nullptr) return false;
+    const char* slash = std::strrchr(about.dli_fname, '/');
+    const char* name = slash ? slash + 1 : about.dli_fname;
+    return !std::strncmp(name, "libpython", 9) || !std::strncmp(name, "python", 6) ||
+           std::strstr(about.dli_fname, "/lib-dynload/") != nullptr;
+}
+
 template <class F>
 F real(const char* name, F) {
     return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
@@ -61,6 +81,8 @@ F real(const char* name, F) {
 }  // namespace
 
 #define REAL(name) static const auto next = real(#name, &name)
+// Of the function that this one was called from.
+#define BY_PYTHON(counted) (counted && is_pythons(__builtin_return_address(0)))
 
 extern "C" {
 
@@ -70,7 +92,10 @@ void fail_at(const char* folders, long number, int error) {
     fails_at = number;
     error_number = error;
     failed = "";
+    count_sockets = std::strstr(roots, "sockets") != nullptr;
+    count_threads = count_sockets || std::strstr(roots, "threads") != nullptr;
 }
+void set_paused(int is_so) { is_paused = is_so != 0; }
 long calls_made() { return calls; }
 const char* failed_call() { return failed; }
 
@@ -245,6 +270,67 @@ int utimensat(int folder, const char* path, const struct timespec* times, int fl
     }
 SEND(sendfile, off_t)
 SEND(sendfile64, off64_t)
+
+pid_t fork() noexcept {
+    REAL(fork);
+    return fails(BY_PYTHON(count_threads), "fork") ? -1 : next();
+}
+int pthread_create(pthread_t* thread, const pthread_attr_t* about, void* (*run)(void*), void* argument) noexcept {
+    REAL(pthread_create);
+    return fails(BY_PYTHON(count_threads), "pthread_create") ? EAGAIN : next(thread, about, run, argument);
+}
+long syscall(long number, ...) noexcept {
+    REAL(syscall);
+    va_list rest;
+    va_start(rest, number);
+    long with[6];
+    for (long& one : with) one = va_arg(rest, long);
+    va_end(rest);
+    const bool ours = number == SYS_pidfd_open && BY_PYTHON(count_threads);
+    return fails(ours, "pidfd_open") ? -1 : next(number, with[0], with[1], with[2], with[3], with[4], with[5]);
+}
+
+int pipe2(int* ends, int flags) noexcept {
+    REAL(pipe2);
+    if (fails(BY_PYTHON(count_sockets), "pipe2")) return -1;
+    return next(ends, flags);
+}
+#define DESCRIPTOR(name, parameters, ...)                          \
+    int name parameters noexcept {                                 \
+        REAL(name);                                                \
+        const bool ours = BY_PYTHON(count_sockets);                \
+        return fails(ours, #name) ? -1 : track(next(__VA_ARGS__), ours); \
+    }
+DESCRIPTOR(socket, (int family, int type, int protocol), family, type, protocol)
+DESCRIPTOR(epoll_create1, (int flags), flags)
+DESCRIPTOR(eventfd, (unsigned start, int flags), start, flags)
+int accept4(int fd, struct sockaddr* address, socklen_t* size, int flags) {
+    REAL(accept4);
+    const bool ours = BY_PYTHON(count_sockets);
+    return fails(ours, "accept4") ? -1 : track(next(fd, address, size, flags), ours);
+}
+int socketpair(int family, int type, int protocol, int* ends) noexcept {
+    REAL(socketpair);
+    if (fails(BY_PYTHON(count_sockets), "socketpair")) return -1;
+    const int done = next(family, type, protocol, ends);
+    if (done == 0) track(ends[0], count_sockets), track(ends[1], count_sockets);
+    return done;
+}
+
+#define ON_SOCKET(name, result, parameters, ...)                   \
+    result name parameters {                                       \
+        REAL(name);                                                \
+        return fails(is_ours(fd), #name) ? -1 : next(fd, __VA_ARGS__); \
+    }
+ON_SOCKET(bind, int, (int fd, const struct sockaddr* address, socklen_t size) noexcept, address, size)
+ON_SOCKET(listen, int, (int fd, int queue) noexcept, queue)
+ON_SOCKET(connect, int, (int fd, const struct sockaddr* address, socklen_t size), address, size)
+ON_SOCKET(setsockopt, int, (int fd, int level, int name_, const void* value, socklen_t size) noexcept, level, name_,
+          value, size)
+ON_SOCKET(getsockname, int, (int fd, struct sockaddr* address, socklen_t* size) noexcept, address, size)
+ON_SOCKET(send, ssize_t, (int fd, const void* data, size_t size, int flags), data, size, flags)
+ON_SOCKET(recv, ssize_t, (int fd, void* data, size_t size, int flags), data, size, flags)
+ON_SOCKET(epoll_ctl, int, (int fd, int what, int other, struct epoll_event* event) noexcept, what, other, event)
 
 int close(int fd) {
     REAL(close);

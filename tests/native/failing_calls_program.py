@@ -1,4 +1,4 @@
-"""Runs a phase of rankcall many times, each time with one failing system call below our folders.
+"""Runs a phase of rankcall many times, each time with one system call of ours that fails.
 
 usage: failing_calls_program.py LIBRARY FOLDER PHASE CASES. The library is preloaded. Each case runs
 in a child that is forked after all imports, and prints a line of JSON: what failed, and what the
@@ -8,15 +8,17 @@ call with each error.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LIBRARY, FOLDER, PHASE, CASES = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -55,8 +57,11 @@ from rankcall.analysis.verdicts.verdict import Origin, Verdict  # noqa: E402
 from rankcall.cli import main  # noqa: E402
 from rankcall.job.keep import keep_verdict  # noqa: E402
 
-if PHASE == "serve":
+if PHASE in ("serve", "page"):
     import serving_in_process
+
+# vfork cannot be replaced by a function, and posix_spawn hides the fork.
+subprocess._USE_VFORK = subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]
 
 
 def job() -> None:
@@ -108,6 +113,33 @@ def serve() -> None:
     serving_in_process.ask_for_all(RUN, at_last=stop_failing)
 
 
+def page() -> None:
+    """Show the page to a viewer who asks again until it is answered."""
+    with uncounted():
+        ended, ends = os.pipe()
+        viewer = os.fork()
+        if viewer == 0:
+            os.close(ends)
+            asked = serving_in_process.view(FOLDER / "out", ended)
+            (FOLDER / "asked").write_text(asked)
+            if not select.select([ended], [], [], 0)[0]:
+                os.kill(os.getppid(), signal.SIGINT)
+            os._exit(0)
+    status = main(["serve", str(RUN), "--port", "0"])
+    with uncounted():
+        os.close(ends)
+        os.waitpid(viewer, 0)
+    print("status", status, (FOLDER / "asked").read_text(), flush=True)
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no calls in this block, which are not rankcall's, and let none of them fail."""
+    failing.set_paused(1)
+    yield
+    failing.set_paused(0)
+
+
 def stop_failing() -> None:
     """Note what failed, and let all calls succeed from here on."""
     global made
@@ -125,8 +157,11 @@ PHASES: dict[str, Callable[[], None]] = {
     "exec": lambda: launch("exec", "--"),
     "run": lambda: launch("run", "--nproc-per-node=1", "--no-python"),
     "serve": serve,
+    "page": page,
 }
-PREPARED = ("report", "serve")  # they begin with what a killed job left
+PREPARED = ("report", "serve", "page")  # they begin with what a killed job left
+# Of which phases calls count that touch no file. In the others, they may be torchrun's.
+NOT_ON_FILES = {"record": "threads", "exec": "sockets", "page": "sockets"}
 
 
 def in_child(phase: Callable[[], None], number: int, error: int) -> tuple[int, str, str, str, int]:
@@ -146,7 +181,8 @@ def in_child(phase: Callable[[], None], number: int, error: int) -> tuple[int, s
         folders = [RUN, LIVE, CACHE]
         if PHASE != "run":  # torchrun has files of its own there
             folders.append(TEMPORARY)
-        failing.fail_at("\n".join(map(str, folders)).encode(), number, error)
+        roots = [*map(str, folders), NOT_ON_FILES.get(PHASE, "/nowhere")]
+        failing.fail_at("\n".join(roots).encode(), number, error)
         phase()
         sys.exit(0)
     status = os.waitpid(pid, 0)[1]

@@ -1,9 +1,12 @@
-"""The page's application, asked in this process for all that it has, without a socket."""
+"""The page's application, asked for all that it has: in this process, or over its socket."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import re
+import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +31,44 @@ TURNS = 2
 class _Connection:
     def has_shown_token(self) -> None:
         pass
+
+
+_ANSWER_S = 20.0  # to wait for one answer, which a connection that has failed never gets
+
+
+def view(out: Path, ended: int) -> str:
+    """Ask the page whose command writes its link to a file; return the answers.
+
+    A request whose connection fails is sent again. ``ended``: a pipe that is closed if the command
+    has ended.
+    """
+    link = None
+    while link is None:
+        if select.select([ended], [], [], 0.05)[0]:
+            return "has ended"
+        link = re.search(r"http://127.0.0.1:(\d+)/#token=(\S+)\n", out.read_text())
+    return " ".join(_answer(int(link[1]), link[2], ended, *request) for request in VIEWED)
+
+
+VIEWED = (("GET", "/"), ("GET", "/api/diagnosis"), ("POST", "/api/stacks"))
+
+
+def _answer(port: int, token: str, ended: int, method: str, path: str) -> str:
+    headers = {"Authorization": f"Bearer {token}", "Origin": f"http://127.0.0.1:{port}"}
+    # A page that could not look at the run looks again after a second.
+    while not select.select([ended], [], [], 0.2)[0]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
+        try:
+            connection.request(method, path, headers=headers)
+            got = connection.getresponse()
+            got.read()
+        except (OSError, http.client.HTTPException):
+            continue
+        finally:
+            connection.close()
+        if got.status < 500:
+            return f"{path} {got.status}"
+    return f"{path}: has ended"
 
 
 def ask_for_all(run: Path, at_last: Callable[[], None]) -> None:

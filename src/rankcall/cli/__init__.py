@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from rankcall import printable
+from rankcall.background import is_lack_of_threads
 from rankcall.cli.commands import COMMANDS
 from rankcall.errors import RankcallError
 
@@ -54,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the pipe has closed it. Python's own flush at exit must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except RuntimeError as error:
+        if not is_lack_of_threads(error):
+            raise
+        return _fail(f"{error}: there are too many, or too little memory")
     except OSError as error:
         return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rankcall.errors import ExtraMissingError, RankcallError
+from rankcall.errors import ExtraMissingError, RankcallError, warn_once
 from rankcall.serve.live_run import LiveRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8088
@@ -76,12 +76,13 @@ class PageServer:
         from rankcall.serve.connections import AT_ONCE, Connections
 
         app, page = make_app(self._run, self.access)
+        asyncio.get_running_loop().set_exception_handler(_say)
         gc.freeze()  # what the imports made stays: collections need not go through it again
         config = uvicorn.Config(
             app,
             log_level="error",  # an access log would say who reads what
             access_log=False,
-            lifespan="on",
+            lifespan="off",  # it would write a traceback if the server cannot start
             server_header=False,
             date_header=False,
             proxy_headers=False,
@@ -97,6 +98,19 @@ class PageServer:
             await server.serve(sockets=[self._socket])
         finally:
             closing.cancel()
+            page.downloads.close()
+
+
+def _say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say in one line what the system does not let the page do; it goes on.
+
+    asyncio writes a traceback, and while there are no free descriptors, one for each connection.
+    """
+    error = context.get("exception")
+    if isinstance(error, OSError):
+        warn_once(f"the live page: {error}")
+    else:
+        loop.default_exception_handler(context)
 
 
 async def _close_when(server: Any, closing: asyncio.Event, parent: int | None) -> None:
@@ -124,11 +138,12 @@ def check_extra() -> None:
 class _Listener(socket.socket):
     """A socket with a long queue, of which asyncio takes few at once.
 
-    asyncio has one number, ``backlog``, for both, and calls ``listen`` with it.
+    asyncio has one number, ``backlog``, for both, and calls ``listen`` with it. By then, this one
+    listens already.
     """
 
-    def listen(self, backlog: int = _BACKLOG, /) -> None:
-        super().listen(_BACKLOG)
+    def listen(self, backlog: int = 0, /) -> None:
+        """Change nothing."""
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -137,7 +152,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen()
+        socket.socket.listen(listener, _BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         raise RankcallError(f"cannot listen on {host} port {port}: {error}") from error

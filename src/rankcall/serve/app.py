@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from rankcall.analysis.verdicts.encoding import stack_objects, verdict_object
+from rankcall.background import is_lack_of_threads
 from rankcall.errors import RankcallError
 from rankcall.serve.access import Access
 from rankcall.serve.downloads import Download, Downloads
@@ -147,6 +148,10 @@ class Page:
                 try:
                     response = await handler(request)
                 except (RankcallError, OSError) as error:  # such as too many open files
+                    response = PlainTextResponse(f"{error}\n", 503)
+                except RuntimeError as error:
+                    if not is_lack_of_threads(error):
+                        raise
                     response = PlainTextResponse(f"{error}\n", 503)
             response.headers.update(_HEADERS)
             response.headers.setdefault("Content-Security-Policy", policy())
@@ -341,14 +346,9 @@ def _stacks_object(look: Look) -> dict[str, Any]:
 
 
 def make_app(run: LiveRun, access: Access) -> tuple[Starlette, Page]:
-    """Return the application, and the page whose ``closing`` ends its streams."""
+    """Return the application, and the page: ``closing`` ends its streams.
+
+    Its downloads are closed by whoever has served it.
+    """
     served = Page(run, access)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            served.downloads.close()
-
-    return Starlette(routes=served.routes(), lifespan=lifespan), served
+    return Starlette(routes=served.routes()), served
