@@ -33,6 +33,10 @@ fuzzer:
 DEBIAN := openmpi-bin slurmctld slurmd slurm-client munge prometheus
 setup-integrations: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[integrations]'
+	@# NVRx asks for the package pynvml, at which torch warns in each process that finds it. So it has a folder of its own, which
+	@# tests/multiproc/test_nvrx.py looks for, and nothing of what it asks for but what it needs. It has wheels for x86-64 alone.
+	@test -d .venv/nvrx || $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --target .venv/nvrx \
+	    nvidia-resiliency-ext==0.4.1 nvidia-ml-py defusedxml || echo "not installed, because there is no wheel for it: NVRx" >&2
 	@# DeepSpeed compiles on first use. No test's time-out is for a compiler.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
 	    'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >/dev/null

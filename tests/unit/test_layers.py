@@ -53,7 +53,7 @@ ADAPTERS = {
     "serve/connections.py": "rankcall.serve.connections",
     **{
         f"integrations/{name}.py": f"rankcall.integrations.{name}"
-        for name in ("accelerate", "lightning", "ray_train", "transformers")
+        for name in ("accelerate", "lightning", "nvrx", "ray_train", "transformers")
     },
 }
 TORCHLESS = (
