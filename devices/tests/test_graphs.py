@@ -79,6 +79,29 @@ begin(s); ok(rt.cudaMalloc(byref(p), c_size_t(1))); ok(end(s)[0])
     )
 
 
+def test_queries_of_events_beside_a_capture(jobs: Jobs) -> None:
+    """To query any event invalidates a global capture of any thread, unless the thread has left the global mode."""
+    jobs.run(
+        1,
+        CAPTURE
+        + """
+s, other = stream(NON_BLOCKING), stream(NON_BLOCKING); e = event(); record(e, other); ok(rt.cudaStreamSynchronize(other))
+result = []
+def query(mode):
+    previous = c_int(mode); ok(rt.cudaThreadExchangeStreamCaptureMode(byref(previous))); assert previous.value == GLOBAL
+    result.append(rt.cudaEventQuery(e))
+def elsewhere(mode): t = threading.Thread(target=query, args=(mode,)); t.start(); t.join(); return result.pop()
+for mode in (GLOBAL, THREAD_LOCAL, RELAXED):
+    for own in (GLOBAL, THREAD_LOCAL, RELAXED):
+        forbidden = mode == own == GLOBAL
+        begin(s, mode); assert elsewhere(own) == (UNSUPPORTED if forbidden else SUCCESS), (mode, own)
+        assert status(s) == (2 if forbidden else 1); end(s)
+# What records, and what makes or takes away an event, is no query.
+begin(s); record(e, other); ok(rt.cudaEventDestroy(event())); assert status(s) == 1; ok(end(s)[0])
+""",
+    )
+
+
 def test_the_legacy_stream_and_captures(jobs: Jobs) -> None:
     """The legacy stream cannot be captured, and work in it would wait for a capturing blocking stream."""
     jobs.run(

@@ -120,6 +120,52 @@ assert torch.equal(before, m[0].weight) and scaler.get_scale() == 2.0**15
     )
 
 
+def test_softmax_of_halves_into_floats(jobs: Jobs) -> None:
+    """Under autocast, softmax and cross entropy take halves and give floats; gradients are halves again."""
+    jobs.run(
+        1,
+        TWICE
+        + """
+def run(x, function):
+    x = x.to(dtype).detach().requires_grad_()
+    with torch.autocast(x.device.type, dtype): out = function(x)
+    out.pow(2).sum().backward(); assert out.dtype == torch.float32 and x.grad.dtype == dtype
+    return [out, x.grad]
+for dtype in (torch.float16, torch.bfloat16):
+    for function in (lambda x: F.softmax(x, 1, dtype=torch.float32), lambda x: F.log_softmax(x, 1, dtype=torch.float32)):
+        twice(lambda: [torch.randn(4, 6), function], run, exact=False)
+""",
+    )
+
+
+def test_sync_batch_norm(jobs: Jobs) -> None:
+    """Ranks with unequal shares of a batch get the values, gradients and statistics of the whole on the CPU."""
+    jobs.run(
+        2,
+        """
+        import copy
+        from torch import nn
+        init(); torch.manual_seed(0); data = torch.randn(5, 3, 4, 4); mine = slice(0, 2) if rank == 0 else slice(2, 5)
+        for affine, momentum in ((True, 0.1), (False, None)):
+            alone = nn.BatchNorm2d(3, affine=affine, momentum=momentum)
+            if affine: nn.init.uniform_(alone.weight); nn.init.uniform_(alone.bias)
+            norm = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone)).cuda()
+            for _ in range(2):
+                whole, part = data.clone().requires_grad_(), data[mine].cuda().requires_grad_()
+                want, got = alone(whole), norm(part)
+                want.pow(3).sum().backward(); got.pow(3).sum().backward()
+                torch.testing.assert_close(got.cpu(), want[mine], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(part.grad.cpu(), whole.grad[mine], rtol=1e-3, atol=1e-4)
+            for name, value in norm.named_buffers(): torch.testing.assert_close(value.cpu(), getattr(alone, name), rtol=1e-4, atol=1e-5)
+            for p, q in zip(norm.parameters(), alone.parameters()):
+                dist.all_reduce(p.grad); torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-3, atol=1e-4)
+        half = nn.SyncBatchNorm(3).cuda()(data[mine].cuda().half()); assert half.dtype == torch.float16
+        torch.testing.assert_close(half.float().cpu(), nn.BatchNorm2d(3)(data)[mine], rtol=1e-2, atol=1e-2)
+        dist.destroy_process_group()
+        """,
+    )
+
+
 def test_many_operations(jobs: Jobs) -> None:
     """Indexing, sorting, reductions, scans, products, linear algebra, transforms, views, and out= arguments."""
     jobs.run(

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -75,7 +75,7 @@ class RecordedJob:
         return [head.header.python_heartbeat_ns for head in self.load().heads]
 
     def command(
-        self, *arguments: str, timeout: float = LIMIT_S
+        self, *arguments: str, timeout: float = LIMIT_S, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of rankcall on the run, for example ``diagnose --json``."""
         return subprocess.run(
@@ -84,6 +84,7 @@ class RecordedJob:
             text=True,
             timeout=timeout,
             check=False,
+            env=env,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from recorded_jobs import RecordedJobs
 
 
@@ -29,3 +30,35 @@ def test_a_captured_op_has_no_end(jobs: RecordedJobs, capture: str) -> None:
         for rank in (0, 1)
         for index in (0, 1, 2)
     ]
+
+
+@pytest.mark.parametrize("times", ["0", "1"])
+def test_a_capture_bears_the_ops_of_another_thread(
+    jobs: RecordedJobs, capture: str, times: str
+) -> None:
+    """A thread that issues ops leaves the capture of another one valid, also with device times.
+
+    A capture in CUDA's default mode becomes invalid if any thread asks for an event.
+    """
+    jobs.run(
+        2,
+        """
+        init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
+        second = dist.new_group(); failures = []
+        def issue():
+            try:
+                torch.cuda.set_device(rank)
+                for _ in range(10): dist.all_reduce(y, group=second)
+                dist.all_reduce(y, group=second, async_op=True).wait()
+            except Exception as error: failures.append(error)
+        issue(); torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.mul_(2); thread = threading.Thread(target=issue); thread.start(); thread.join(60)
+            assert not thread.is_alive() and not failures, failures
+        graph.replay(); torch.cuda.synchronize(); same(x, [2] * 64)
+        graph.reset(); dist.destroy_process_group()
+        """,
+        RANKCALL_CAPTURE=capture,
+        RANKCALL_DEVICE_TIMES=times,
+    )

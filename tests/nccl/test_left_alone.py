@@ -126,8 +126,9 @@ def test_the_device_cannot_tell(counted_jobs: RecordedJobs, capture: str) -> Non
 def test_device_times_only_use_events(counted_jobs: RecordedJobs) -> None:
     """With device times, threads that issue record two events for an op, and ask for earlier ones.
 
-    They wait for no event, synchronise nothing and use no stream of their own. Rankcall's threads
-    call nothing. With 300 ops in flight that hang, only the oldest is asked for.
+    They wait for no event, synchronise nothing and use no stream of their own. They leave CUDA's
+    mode of captures while they ask, and come back to it. Rankcall's threads call nothing. With 300
+    ops in flight that hang, only the oldest is asked for.
     """
     env = {"RANKCALL_CAPTURE": "native", "RANKCALL_DEVICE_TIMES": "1"}
     usual = run(counted_jobs, PROGRAM, RANKCALL_CAPTURE="off")
@@ -137,6 +138,7 @@ def test_device_times_only_use_events(counted_jobs: RecordedJobs) -> None:
         *BY_CHANCE,
         *("cudaEventRecord", "cudaEventRecordWithFlags"),
         *("cudaEventQuery", "cudaEventElapsedTime", "cudaGetLastError"),
+        "cudaThreadExchangeStreamCaptureMode",
     }
     # The ops of each phase, and how often each of them may ask: for one that has ended, and for the
     # next one, which has not.
@@ -153,6 +155,7 @@ def test_device_times_only_use_events(counted_jobs: RecordedJobs) -> None:
         for phase, (ops, queries) in phases.items():
             more = Counter(added(usual[rank], timed[rank], phase))
             assert more.keys() <= {*allowed, *MORE[phase]}, (rank, phase, more)
+            assert more["cudaThreadExchangeStreamCaptureMode"] % 2 == 0
             assert more["cudaEventRecord"] + more["cudaEventRecordWithFlags"] <= 2 * ops
             # The ends of a phase's last ops are found in the next one.
             assert more["cudaEventQuery"] <= queries * ops + 44, (rank, phase, more)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from recorded_jobs import RecordedJob, RecordedJobs, torch_version
-from simulated_devices import Fault
+from simulated_devices import Fault, environment
 
 # The fault strikes before the loop, or in it. The hosts run ahead of their devices until its end.
 LOOP = """
@@ -167,3 +167,29 @@ def test_the_watcher_speaks_and_ends_the_job(
     else:
         assert f"stuck (possible): All {size} ranks have issued all_reduce" in told
         assert "Whether each device has started it is not known." in told
+
+
+def test_what_nvml_knows_stands_beside_the_verdict(jobs: RecordedJobs) -> None:
+    """A device of the node has had an error of its memory: diagnose says so without being asked.
+
+    It says nothing of devices before there is trouble. That the device is none of the job's keeps
+    the job's own calls of CUDA from failing, which would end it.
+    """
+    job = stall(jobs, LOOP.replace("{then}", WAIT))
+    diagnosed(job)
+    env = environment(gpus=4, faults=job.faults.folder)
+    arguments = ("diagnose", "--hang-after", "0.2")
+    assert "NVML" not in job.command(*arguments, env=env).stdout
+    number = job.faults.order(Fault("ecc", device=3))
+    shown = job.command(*arguments, env=env).stdout
+    trouble = "device 3: 1 uncorrectable error of its memory since the driver was loaded"
+    assert f"NVML: {trouble}" in shown
+    node = json.loads(job.command(*arguments, "--json", env=env).stdout)["node"]
+    assert node["devices"] == [trouble]
+    job.faults.lift(number)
+    job.faults.order(Fault("xid", device=3, code=79))
+    assert (
+        "NVML: device 3: The GPU has fallen off the bus" in job.command(*arguments, env=env).stdout
+    )
+    job.tell("end")
+    job.job.succeed()

@@ -173,6 +173,31 @@ assert not thread.is_alive()
         assert None not in found[31:]
 
 
+def test_events_of_streams_that_are_gone_are_used_again(counted_jobs: RecordedJobs) -> None:
+    """A program that makes a stream for each op needs no event for each stream."""
+    job = counted_jobs.run(
+        2,
+        BEGIN
+        + """
+preloaded = os.environ["LD_PRELOAD"].split(":")
+runtime = ctypes.CDLL(next(path for path in preloaded if "libcudart" in path))
+def on_new_streams(count):
+    for _ in range(count):
+        handle = ctypes.c_void_p()
+        assert runtime.cudaStreamCreateWithFlags(ctypes.byref(handle), 1) == 0
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+            dist.all_reduce(x); torch.cuda.synchronize()
+on_new_streams(80); counter.calls_fail_events(1); on_new_streams(80)
+"""
+        + END,
+        **ENV,
+    )
+    for rank in (0, 1):
+        found = times(job.records(), rank)
+        assert len(found) == 160
+        assert None not in found
+
+
 def test_events_outlive_a_recording(counted_jobs: RecordedJobs) -> None:
     """A recording that is begun after another uses the events of that one."""
     job = counted_jobs.run(

@@ -22,6 +22,9 @@ _ANSWER_S = 15.0  # a new process, and some ms for each device
 _END_S = 2.0  # after SIGKILL; a process that sleeps in the driver is left behind
 _MOST_DEVICES, _MOST_TEXT = 64, 120  # characters of NVML's own words
 _SUCCESS, _UNCORRECTED, _SINCE_LOADED = 0, 1, 0
+# NVML's TIMEOUT, IRQ_ISSUE, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH and UNKNOWN. Other
+# numbers say that there is no driver, or that the caller may not ask.
+_TROUBLE = frozenset({10, 11, 15, 16, 18, 999})
 
 
 def ask_devices() -> tuple[list[str], str]:
@@ -72,7 +75,8 @@ def _trouble(nvml: Any) -> list[str]:
     nvml.nvmlErrorString.restype = ctypes.c_char_p
     status = nvml.nvmlInit_v2()
     if status != _SUCCESS:
-        return [f"no device can be asked: {_words(nvml, status)}"]
+        words = _words_of_trouble(nvml, status)
+        return [f"no device can be asked: {words}"] if words else []
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     lines = []
@@ -87,7 +91,7 @@ def _trouble_of(nvml: Any, number: int) -> str:
     device, errors = ctypes.c_void_p(), ctypes.c_ulonglong()
     status = nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
     if status != _SUCCESS:
-        return _words(nvml, status)
+        return _words_of_trouble(nvml, status)
     status = nvml.nvmlDeviceGetTotalEccErrors(
         device, _UNCORRECTED, _SINCE_LOADED, ctypes.byref(errors)
     )
@@ -97,6 +101,8 @@ def _trouble_of(nvml: Any, number: int) -> str:
     return f"{errors.value:,} uncorrectable {what} of its memory since the driver was loaded"
 
 
-def _words(nvml: Any, status: int) -> str:
+def _words_of_trouble(nvml: Any, status: int) -> str:
+    if status not in _TROUBLE:
+        return ""
     text: bytes = nvml.nvmlErrorString(status) or b"?"
     return f"{text.decode(errors='replace')[:_MOST_TEXT]} (NVML error {status})"

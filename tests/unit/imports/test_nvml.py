@@ -55,8 +55,11 @@ def test_devices_in_trouble() -> None:
 
 
 def test_nvml_that_cannot_be_used() -> None:
-    """Then no device can be asked, and that is what the node knows."""
-    assert nvml._trouble(Library(4, 1, {}, init=9)) == ["no device can be asked: ? (NVML error 9)"]
+    """A driver in trouble is told. A node with the library and without a driver has no devices."""
+    assert nvml._trouble(Library(4, 1, {}, init=999)) == [
+        "no device can be asked: ? (NVML error 999)"
+    ]
+    assert nvml._trouble(Library(4, 1, {}, init=9)) == []
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

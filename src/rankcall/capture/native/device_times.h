@@ -9,6 +9,7 @@
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -45,6 +47,40 @@ inline std::optional<c10::Stream> stream_to_time(c10::Device device) {
   return stream;
 }
 
+// While one lives, this thread may ask for events beside a capture. CUDA invalidates a capture in its
+// default mode if any thread asks for any event, unless that thread has left the mode. Ours are never
+// captured, so that no answer can depend on the graph.
+class BesideCaptures {
+ public:
+  // Without it, nothing may be asked: with ROCm, for example, where leaving the mode does not help.
+  static bool possible(c10::Device device) { return !device.is_cuda() || exchange(); }
+
+  BesideCaptures() { swap(); }
+  ~BesideCaptures() {
+    try {
+      swap();
+    } catch (...) {
+    }
+  }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  using Exchange = int (*)(int*);
+  // Null in a process without CUDA.
+  static Exchange exchange() {
+    static const auto function =
+        reinterpret_cast<Exchange>(dlsym(RTLD_DEFAULT, "cudaThreadExchangeStreamCaptureMode"));
+    return function;
+  }
+  void swap() {
+    if (exchange() && exchange()(&mode_) != 0) throw std::runtime_error("CUDA keeps its capture mode");
+  }
+
+  static constexpr int kRelaxed = 2;  // cudaStreamCaptureModeRelaxed
+  int mode_ = kRelaxed;               // what the thread has next: after the first swap, what it had before
+};
+
 class Spans;
 
 // Two events, and the op that they are recorded around.
@@ -68,8 +104,8 @@ struct Span {
   void *begin = nullptr, *end = nullptr;  // made when they are first recorded
   uint64_t index = 0;                     // of the op's record
   std::optional<c10::Stream> stream;      // on which `begin` was recorded
-  uint64_t ends_before = 0;               // how many ends had been recorded on that stream by then
-  uint64_t number = 0;                    // of its own end among those of its stream
+  uint64_t ends_before = 0;               // how many ends had been recorded by then
+  uint64_t number = 0;                    // of its own end
 
  private:
   c10::impl::VirtualGuardImpl guard() const { return c10::impl::VirtualGuardImpl(device.type()); }
@@ -144,11 +180,11 @@ class DeviceTimes {
 
   // Record the first event. Null if times are off, or too much is timed.
   Spans::Owned begin(const c10::Stream& stream, uint64_t index) noexcept {
-    if (!on_) return nullptr;
+    if (!on_ || !BesideCaptures::possible(stream.device())) return nullptr;
     Spans::Owned span;
     try {
       uint64_t ends_before;
-      if (!look(stream, ends_before)) return nullptr;
+      if (!look(ends_before)) return nullptr;
       span = spans_->take(stream.device());
       span->index = index;
       span->stream = stream;
@@ -180,17 +216,17 @@ class DeviceTimes {
   struct Stream {
     std::deque<Spans::Owned> timed;
     Spans::Owned last;  // the one that ended last
-    uint64_t ends = 0;  // that were recorded
+    uint64_t last_end() const { return last ? last->number : 0; }
   };
+  using Streams = std::map<std::pair<int, int64_t>, Stream>;
 
   void end(Spans::Owned span, const c10::Stream& stream) noexcept {
     try {
       span->record(span->end, stream);
       std::lock_guard<std::mutex> lock(mutex_);
-      Stream& place = at(stream);
-      span->number = ++place.ends;
-      if (span->stream != stream) span->ends_before = 0;  // it says nothing about this stream
-      place.timed.push_back(std::move(span));
+      span->number = ++ends_;
+      if (span->stream != stream) span->ends_before = 0;  // its begin says nothing about this stream
+      at(stream).timed.push_back(std::move(span));
       timed_++;
     } catch (...) {
       failed(std::move(span));
@@ -198,9 +234,12 @@ class DeviceTimes {
   }
 
   // Look at the oldest op of each stream. False if too many are still to be seen. Tells how many ends
-  // have been recorded on one stream.
-  bool look(const c10::Stream& stream, uint64_t& ends) {
+  // have been recorded.
+  bool look(uint64_t& ends) {
     std::lock_guard<std::mutex> lock(mutex_);
+    ends = ends_;
+    if (timed_ == 0) return true;
+    const BesideCaptures beside;
     for (auto& [id, place] : streams_) {
       while (!place.timed.empty() && place.timed.front()->is_over()) {
         Spans::Owned span = std::move(place.timed.front());
@@ -209,16 +248,35 @@ class DeviceTimes {
         double ms = span->ms_since(span->begin);
         // The stream may have reached the op only when the one before had ended. If that one's end was
         // recorded before this one's begin, the begin tells.
-        if (place.last && place.last->number > span->ends_before) ms = std::min(ms, span->ms_since(place.last->end));
-        if (ms >= 0) ring_.note_device_ms(span->index, ms);
+        const bool is_behind = place.last_end() > span->ends_before;
+        if (is_behind) ms = std::min(ms, span->ms_since(place.last->end));
+        // If a stream was forgotten since the begin, it may have been this one, with an end that tells better.
+        const bool is_known = is_behind || span->ends_before >= forgotten_;
+        if (is_known && ms >= 0) ring_.note_device_ms(span->index, ms);
         place.last = std::move(span);
       }
     }
-    ends = at(stream).ends;
     return timed_ < kMost;
   }
 
-  Stream& at(const c10::Stream& stream) { return streams_[{stream.device_index(), stream.id()}]; }
+  Stream& at(const c10::Stream& stream) {
+    const std::pair<int, int64_t> key{stream.device_index(), stream.id()};
+    const auto known = streams_.find(key);
+    if (known != streams_.end()) return known->second;
+    if (streams_.size() >= kMostStreams) forget_a_stream();
+    return streams_[key];
+  }
+
+  // Forget the stream that has been idle for longest. A program may make streams without end.
+  void forget_a_stream() {
+    auto oldest = streams_.end();
+    for (auto at = streams_.begin(); at != streams_.end(); ++at)
+      if (at->second.timed.empty() && (oldest == streams_.end() || at->second.last_end() < oldest->second.last_end()))
+        oldest = at;
+    if (oldest == streams_.end()) return;  // each has ops to be seen, of which there are kMost at most
+    forgotten_ = std::max(forgotten_, oldest->second.last_end());
+    streams_.erase(oldest);
+  }
 
   // A span whose events were refused is not used again.
   void failed(Spans::Owned span) noexcept {
@@ -229,6 +287,8 @@ class DeviceTimes {
   // Pairs of events that are not reached yet. Each op that is issued looks at all streams, and a device
   // that hangs must not make events without end.
   static constexpr size_t kMost = 1024;
+  // Streams without ops to be seen. torch's own come from a pool of 32.
+  static constexpr size_t kMostStreams = 64;
   // A device that refuses so often refuses for good, and each refusal throws, which takes long.
   static constexpr uint64_t kMostFailures = 16;
 
@@ -237,8 +297,10 @@ class DeviceTimes {
   std::atomic<bool> on_{false};
   std::atomic<uint64_t> failures_{0};
   std::mutex mutex_;
-  std::map<std::pair<int, int64_t>, Stream> streams_;
+  Streams streams_;
   size_t timed_ = 0;
+  uint64_t ends_ = 0;       // that were recorded, on any stream
+  uint64_t forgotten_ = 0;  // the latest of them on a stream that is forgotten
 };
 
 }  // namespace rankcall

@@ -11,7 +11,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -23,6 +22,7 @@
 
 #include "../common/settings.h"
 #include "../runtime/bridge.h"
+#include "composed.h"
 
 extern "C" cudaError_t cudaGetDevice(int*);
 extern "C" cudaError_t cudaSetDevice(int);
@@ -516,46 +516,24 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   return self;
 }
 
-// The CPU's kernel takes its random numbers from the CPU's default generator, so the mask is made here.
-std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+// The CPU has no softmax of half floats into floats, which autocast asks a device for: it gets floats.
+void softmax(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor mask = at::empty(input.sizes(), input.options().dtype(at::kBool));
-  if (train && !*train) return {input.clone(), mask.fill_(true)};
-  mask.bernoulli_(1 - p, std::nullopt);
-  return {p == 1 ? input.mul(0) : input.mul(mask).mul_(1 / (1 - p)), mask};
+  c10::IValue &input = torch::jit::peek(*stack, 0, 3), &half_to_float = torch::jit::peek(*stack, 2, 3);
+  if (half_to_float.toBool()) {
+    input = input.toTensor().to(at::kFloat);
+    half_to_float = false;
+  }
+  run_on_cpu(op, keys, stack);
 }
 
-// The fused kernels of devices are composed of plain ops, above autograd, which then knows their derivatives.
-
-// Fused attention, which a function that is not dispatched chooses: products and a softmax instead.
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
-                     bool grouped) {
-  return std::get<0>(
-      at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, std::nullopt, scale, grouped));
-}
-
-at::Tensor plus(const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
-  return bias && bias->defined() ? gates + *bias : gates;
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
-                                                         const at::Tensor& cell,
-                                                         const std::optional<at::Tensor>& input_bias,
-                                                         const std::optional<at::Tensor>& hidden_bias) {
-  at::Tensor gates = plus(input_gates, input_bias) + plus(hidden_gates, hidden_bias);
-  auto parts = gates.chunk(4, 1);
-  at::Tensor next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
-  return {parts[3].sigmoid() * next.tanh(), next, gates};
-}
-
-std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
-                                            const at::Tensor& hidden, const std::optional<at::Tensor>& input_bias,
-                                            const std::optional<at::Tensor>& hidden_bias) {
-  auto of_input = plus(input_gates, input_bias).chunk(3, 1), of_hidden = plus(hidden_gates, hidden_bias).chunk(3, 1);
-  at::Tensor reset = (of_input[0] + of_hidden[0]).sigmoid(), update = (of_input[1] + of_hidden[1]).sigmoid();
-  at::Tensor candidate = (of_input[2] + reset * of_hidden[2]).tanh();
-  return {(hidden - candidate) * update + candidate, input_gates};
+// Nor has it the derivative, of the dtype that the input had.
+void softmax_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const at::ScalarType wanted = torch::jit::peek(*stack, 3, 4).toScalarType();
+  torch::jit::peek(*stack, 3, 4) = torch::jit::peek(*stack, 0, 4).toTensor().scalar_type();
+  run_on_cpu(op, keys, stack);
+  stack->back() = stack->back().toTensor().to(wanted);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -632,14 +610,13 @@ void install() {
     library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   }
   library->impl("copy_", TORCH_FN(copy_));
-  library->impl("native_dropout", TORCH_FN(native_dropout));
+  for (const char* name : {"_softmax", "_log_softmax"})
+    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
+  for (const char* name : {"_softmax_backward_data", "_log_softmax_backward_data"})
+    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
   auto* above_autograd =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
-  for (auto* key : {library, above_autograd}) {
-    key->impl("scaled_dot_product_attention", TORCH_FN(attention));
-    key->impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
-    key->impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
-  }
+  add_composed(*library, *above_autograd);
   // cuDNN's code is for real devices. Without it, torch takes the ops that are replaced here.
   at::globalContext().setUserEnabledCuDNN(false);
 }
