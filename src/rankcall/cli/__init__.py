@@ -70,6 +70,11 @@ def _run(arguments: list[str]) -> int:
     if chosen in _WORKING and arguments and not {"-h", "--help"} & set(arguments):
         _clean_up()
     app = _application(chosen)
+    if chosen == "run" and arguments:
+        from rankcall.cli.torchrun import own_options_first
+
+        script = arguments.index("run") + 1
+        arguments[script:] = own_options_first(arguments[script:])
     try:
         status = app(arguments, prog_name="rankcall", standalone_mode=False)
     except typer.Exit as end:

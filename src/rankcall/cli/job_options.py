@@ -214,6 +214,7 @@ class JobOptions:
 
 # torchrun gets all other options.
 OPTIONS = tuple(f"--{field.name.replace('_', '-')}" for field in fields(JobOptions))
+FLAGS = ("--history",)  # those without a value
 
 
 def takes_job_options(

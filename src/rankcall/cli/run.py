@@ -53,20 +53,20 @@ __all__ = ["CONTEXT_SETTINGS", "command"]
 
 T = TypeVar("T")
 
-# rankcall's options come first. torchrun gets all unknown options, and everything after the first
-# word that is not an option.
 # torchrun's own limit, if the user gives none. The policy of recoveries ends the job long before.
 MAX_RESTARTS = 1000
+# rankcall's options come first here (``own_options_first``). torchrun gets all unknown options, and
+# everything after the first word that is not an option.
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def _command(args: list[str], options: JobOptions) -> None:
     """Run a script as torchrun does, and record and watch every collective of every rank.
 
-    The options below come first. After them come torchrun's options
-    (--nproc-per-node, -m, --nnodes, ...), the script and the script's
-    arguments. Several nodes write one run if they have the same --rdzv-id or
-    the same --run-dir, on a shared file system.
+    The options below and torchrun's (--nproc-per-node, -m, --nnodes, ...)
+    come in any order, then the script and the script's arguments. Several
+    nodes write one run if they have the same --rdzv-id or the same
+    --run-dir, on a shared file system.
     """
     # This launcher may itself run inside a recorded worker. It must not count as that worker.
     with environment({"RANKCALL_WORKER": None, "RANKCALL_PLACES": None}):

@@ -12,7 +12,7 @@ import typer
 
 from rankcall.cli.common import say
 from rankcall.cli.environment import hooking
-from rankcall.cli.job_options import OPTIONS
+from rankcall.cli.job_options import FLAGS, OPTIONS
 from rankcall.recovery.agent import install
 from rankcall.recovery.supervisor import JobStopped, NodeBarred
 from rankcall.run.outcome import REPEATS
@@ -47,6 +47,40 @@ def _refuse(message: str) -> NoReturn:
         hint = f" ({own_options[0]} is rankcall's: it comes before torchrun's options)"
     say(f"torchrun does not take these arguments: {message}{hint}")
     raise typer.Exit(USAGE_ERROR)
+
+
+def own_options_first(argv: Sequence[str]) -> list[str]:
+    """Move rankcall's options from among torchrun's to the front, where the command reads them.
+
+    The first word that is no option, nor the value of one, is the script: all behind it is the
+    script's own. Only torchrun's parser knows which of its options take a value.
+    """
+    named = [word.partition("=")[0] for word in argv]
+    if not set(named) & set(OPTIONS):
+        return list(argv)
+    try:
+        from torch.distributed import run
+    except ImportError:  # the command says so
+        return list(argv)
+    actions = run.get_args_parser()._actions
+    sizes = {
+        name: 1 if action.nargs == 0 else 2 for action in actions for name in action.option_strings
+    }
+    ours: list[str] = []
+    theirs: list[str] = []
+    at = 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+        name, has_value, _ = argv[at].partition("=")
+        is_ours = name in OPTIONS and name not in sizes
+        if has_value or name in FLAGS:
+            size = 1
+        elif is_ours:
+            size = 2
+        else:  # argparse takes the beginning of a name for the whole
+            size = next((size for full, size in sizes.items() if full.startswith(name)), 1)
+        (ours if is_ours else theirs).extend(argv[at : at + size])
+        at += size
+    return [*ours, *theirs, *argv[at:]]
 
 
 def parse(argv: Sequence[str]) -> TorchrunJob:

@@ -7,15 +7,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import typer
 
 from rankcall.cli import run
 from rankcall.cli.environment import BOOT, environment
-from rankcall.cli.job_options import JobOptions, Recorder, prepare
-from rankcall.cli.torchrun import TorchrunJob, arming, parse
+from rankcall.cli.job_options import FLAGS, JobOptions, Recorder, prepare
+from rankcall.cli.torchrun import TorchrunJob, arming, own_options_first, parse
 from rankcall.errors import CaptureUnavailableError
 
 JOB = TorchrunJob(("train.py",), "train.py", True, 1, 4, None, None)
@@ -112,10 +112,41 @@ def test_missing_ranks_are_those_of_the_last_attempt() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "ours", "rest"),
+    [
+        (
+            "--nproc-per-node 3 --hang-after 6 a.py -x 1",
+            "--hang-after 6",
+            "--nproc-per-node 3 a.py -x 1",
+        ),
+        ("--nproc=3 --history -m pkg.a", "--history", "--nproc=3 -m pkg.a"),  # -m takes no value
+        ("--nproc 3 --on-hang=abort a.py", "--on-hang=abort", "--nproc 3 a.py"),  # an abbreviation
+        ("--run-dir r --standalone --serve 0 a.py", "--run-dir r --serve 0", "--standalone a.py"),
+        ("--no-python bash --history", "", "--no-python bash --history"),  # bash is the script
+        ("--standalone a.py --run-dir r", "", "--standalone a.py --run-dir r"),
+        ("a.py --hang-after 6", "", "a.py --hang-after 6"),
+        ("--standalone -- a.py --history", "", "--standalone -- a.py --history"),
+    ],
+)
+def test_own_options_may_stand_among_those_of_torchrun(
+    arguments: str, ours: str, rest: str
+) -> None:
+    """They are moved to the front; what comes after the script is the script's."""
+    assert own_options_first(arguments.split()) == [*ours.split(), *rest.split()]
+
+
+def test_options_without_a_value() -> None:
+    """As typer has them."""
+    hints = get_type_hints(JobOptions)
+    names = {f"--{name.replace('_', '-')}" for name, kind in hints.items() if kind is bool}
+    assert names == set(FLAGS)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["none.py"], "no such script: none.py"),
-        (["--max-restarts", "1", "--run-dir", "x", "a.py"], "comes before torchrun's options"),
+        (["--none", "1", "--run-dir", "x", "a.py"], "unrecognized arguments: --none"),
         (["--nnodes=a", "a.py"], "--nnodes a is neither a number nor MIN:MAX"),
         (["--nproc-per-node=many", "a.py"], "--nproc-per-node many: "),
         (["--standalone"], "training_script"),
