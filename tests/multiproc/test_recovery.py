@@ -52,7 +52,9 @@ for step in range(8):
     if step == 5 and rank == 1:
         if how == "stop" and first:
             os.kill(os.getpid(), signal.SIGSTOP)
-        if how in ("kill", "reinit") and first:
+        if how == "half" and first:  # killed while torch writes its error down
+            open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").close()
+        if how in ("kill", "half", "reinit") and first:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "outlive" and first:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -66,6 +68,8 @@ for step in range(8):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
     if step == 5 and first and rank == 0:
+        if how == "half":
+            time.sleep(1000)  # or it might be the first to fail
         if how == "stop_leader":
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "gil":
@@ -171,6 +175,23 @@ def test_other_faults(how: str, kind: str, culprits: tuple[int, ...], tmp_path: 
     first = ends(tmp_path)[0]
     assert first.signature.kind == kind
     assert not culprits or first.culprits == culprits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--start-method=fork", "--run-path")])
+def test_a_rank_that_is_killed_while_it_writes_its_error(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """torch cannot read the half of the file that is there, and the job carries on all the same."""
+    (tmp_path / "job.py").write_text(JOB)
+    recovers = ("--capture", "python", "--on-hang", "recover", "--run-dir", tmp_path / "run")
+    command = (*recovers, *options, "--nproc-per-node=2", tmp_path / "job.py", "half")
+    ended = launch("run", *command, cwd=tmp_path)
+    assert ended.status == 0, ended.err
+    assert "Failed to parse reply file" in ended.err  # torch says so
+    assert {"done 0", "done 1"} <= set(ended.out.splitlines())
+    (end,) = ends(tmp_path)
+    assert (end.signature.kind, end.culprits, end.family) == ("dead", (1,), "machine")
 
 
 @pytest.mark.slow

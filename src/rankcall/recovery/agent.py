@@ -6,14 +6,18 @@ workers of one attempt and the start of those of the next.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from rankcall.files import open_file, read_at_most
 from rankcall.recovery.rendezvous import Rendezvous
 from rankcall.recovery.supervisor import Supervisor, settings_from_environment
+
+_MOST_ERROR = 1 << 24  # bytes of a worker's error, which has a traceback
 
 
 def install() -> bool:
@@ -36,7 +40,7 @@ def _say(text: str) -> None:
 
 
 def _agent_class(supervisor: Supervisor) -> type:
-    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class CarryingAgent(LocalElasticAgent):
@@ -61,7 +65,12 @@ def _agent_class(supervisor: Supervisor) -> type:
                 supervisor.close()
 
         def _monitor_workers(self, worker_group: Any) -> Any:
-            result = super()._monitor_workers(worker_group)
+            try:
+                result = super()._monitor_workers(worker_group)
+            except (ValueError, KeyError, TypeError):
+                result = RunResult(
+                    WorkerState.FAILED, failures=_failures(self._pcontext, worker_group)
+                )
             if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
                 failures = result.failures or {}
                 supervisor.failed({rank: end.exitcode for rank, end in failures.items()})
@@ -105,6 +114,43 @@ def _agent_class(supervisor: Supervisor) -> type:
             return pids
 
     return CarryingAgent
+
+
+def _failures(context: Any, worker_group: Any) -> dict[int, Any]:
+    """Return how workers ended of which one was killed while it wrote down its error, by rank.
+
+    torch reads the file in which its handler of errors notes an exception. A worker that is killed
+    meanwhile, by the watcher or another program, leaves a part of it. torch's agent would end by
+    that, and the job with it.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    handlers = getattr(context, "subprocess_handlers", None)
+    if handlers is not None:
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+    else:  # torchrun --start-method
+        codes = dict(enumerate(process.exitcode for process in context._pc.processes))
+    failed = {local_rank: code for local_rank, code in codes.items() if code}
+    # torchrun may have ended the others since, by a signal that they handled in their own way.
+    broken = {rank: code for rank, code in failed.items() if _is_broken(context.error_files[rank])}
+    pids = context.pids()
+    return {
+        worker_group.workers[local_rank].global_rank: ProcessFailure(
+            local_rank, pids[local_rank], code, error_file="<N/A>"
+        )
+        for local_rank, code in (broken or failed).items()
+    }
+
+
+def _is_broken(error_file: str) -> bool:
+    try:
+        with open_file(Path(error_file)) as file:
+            json.loads(read_at_most(file, _MOST_ERROR))
+    except OSError:
+        return False
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _is_stopped_child(pid: Any) -> bool:
