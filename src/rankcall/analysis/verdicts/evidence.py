@@ -91,11 +91,14 @@ class HangEvidence:
     def _is_overdue_for_all(self, wait: Wait) -> bool:
         """Tell whether a wait is overdue since its last member, or its other end, has come.
 
-        Until then, the first ones waited for that one, and nothing was stuck.
+        Until then, the first ones waited for that one, and nothing was stuck. A call that has
+        failed need not become any older.
         """
         if not (self.snapshot.live or self.snapshot.dumped) or wait.behind:
             return True
         ends = self.snapshot.calls[_ends_of(self.snapshot.calls, wait)]
+        if (ends["status"] > COMPLETED).any():
+            return True
         if self.snapshot.dumped:
             may_be_over = (ends["status"] < COMPLETED) & (ends["flags"] & FLAG_ABANDONED != 0)
             return not may_be_over.any()

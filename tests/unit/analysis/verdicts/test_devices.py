@@ -141,6 +141,16 @@ def test_what_the_last_rank_has_just_come_to_is_not_stuck(tmp_path: Path, flags:
             assert kinds == found, name
 
 
+def test_a_call_that_has_failed_on_all_ranks_need_not_be_old(tmp_path: Path) -> None:
+    """It timed out after 5 s, and calls may take 60: the verdict is given at once."""
+    calls = [Call(rank, 1, MS, 2 * MS, group=WORLD) for rank in WORLD.ranks]
+    calls += [
+        Call(rank, 2, 3 * MS, 5000 * MS, group=WORLD, status="failed") for rank in WORLD.ranks
+    ]
+    diagnosis = diagnose_calls(tmp_path, calls, states={}, seconds=10)
+    assert [finding.kind for finding in diagnosis.findings] == ["slow_link"]
+
+
 @pytest.mark.parametrize(
     ("started", "told", "relation"),
     [
