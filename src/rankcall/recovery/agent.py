@@ -6,18 +6,15 @@ workers of one attempt and the start of those of the next.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from rankcall.files import open_file, read_at_most
-from rankcall.recovery.rendezvous import Rendezvous
+from rankcall.files import open_file
+from rankcall.recovery.rendezvous import Rendezvous, is_signal
 from rankcall.recovery.supervisor import Supervisor, settings_from_environment
-
-_MOST_ERROR = 1 << 24  # bytes of a worker's error, which has a traceback
 
 
 def install() -> bool:
@@ -67,10 +64,11 @@ def _agent_class(supervisor: Supervisor) -> type:
         def _monitor_workers(self, worker_group: Any) -> Any:
             try:
                 result = super()._monitor_workers(worker_group)
-            except (ValueError, KeyError, TypeError):
-                result = RunResult(
-                    WorkerState.FAILED, failures=_failures(self._pcontext, worker_group)
-                )
+            except Exception as error:
+                failures = {} if is_signal(error) else _failures(self._pcontext, worker_group)
+                if not failures:
+                    raise
+                result = RunResult(WorkerState.FAILED, failures=failures)
             if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
                 failures = result.failures or {}
                 supervisor.failed({rank: end.exitcode for rank, end in failures.items()})
@@ -119,38 +117,46 @@ def _agent_class(supervisor: Supervisor) -> type:
 def _failures(context: Any, worker_group: Any) -> dict[int, Any]:
     """Return how workers ended of which one was killed while it wrote down its error, by rank.
 
-    torch reads the file in which its handler of errors notes an exception. A worker that is killed
-    meanwhile, by the watcher or another program, leaves a part of it. torch's agent would end by
+    torch reads the files in which its handlers note an exception. A worker that is killed
+    meanwhile, by the watcher or another program, leaves a part of one. torch's agent would end by
     that, and the job with it.
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    handlers = getattr(context, "subprocess_handlers", None)
-    if handlers is not None:
-        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
-    else:  # torchrun --start-method
-        codes = dict(enumerate(process.exitcode for process in context._pc.processes))
+    codes, broken = _ends(context)
     failed = {local_rank: code for local_rank, code in codes.items() if code}
     # torchrun may have ended the others since, by a signal that they handled in their own way.
-    broken = {rank: code for rank, code in failed.items() if _is_broken(context.error_files[rank])}
+    first = {local_rank: code for local_rank, code in failed.items() if local_rank in broken}
     pids = context.pids()
     return {
         worker_group.workers[local_rank].global_rank: ProcessFailure(
             local_rank, pids[local_rank], code, error_file="<N/A>"
         )
-        for local_rank, code in (broken or failed).items()
+        for local_rank, code in (first or failed).items()
     }
 
 
-def _is_broken(error_file: str) -> bool:
+def _ends(context: Any) -> tuple[dict[int, int | None], set[int]]:
+    """Return the exit codes of workers, and which of them left a part of a file of errors."""
+    errors = context.error_files
+    broken = {rank for rank in errors if not _ends_with(errors[rank], b"}")}  # JSON
+    handlers = getattr(context, "subprocess_handlers", None)
+    if handlers is not None:
+        return {rank: handler.proc.poll() for rank, handler in handlers.items()}, broken
+    started = context._pc  # torchrun --start-method: its workers have another file, too
+    pickles = dict(enumerate(started.error_files))
+    broken |= {rank for rank in pickles if not _ends_with(pickles[rank], b".")}
+    return dict(enumerate(process.exitcode for process in started.processes)), broken
+
+
+def _ends_with(error_file: str, end: bytes) -> bool:
+    """Return whether a file ends as a whole one does; true if there is none."""
     try:
         with open_file(Path(error_file)) as file:
-            json.loads(read_at_most(file, _MOST_ERROR))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
+            return file.read(1) == end
     except OSError:
-        return False
-    except (ValueError, RecursionError):
         return True
-    return False
 
 
 def _is_stopped_child(pid: Any) -> bool:
