@@ -170,5 +170,5 @@ def test_without_proc_nothing_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     known = {int(bits) for ring in rings for bits in ring.samples["known"]}
     names = {name for bits in known for bit, name in enumerate(SAMPLE_COUNTERS) if bits >> bit & 1}
     # Collections, and what the native thread sees by itself.
-    assert names - {"stopped_ns", "blocked_ns"} == {"gc_ns", "full_gc_ns"}
+    assert names - {"stopped_ns", "blocked_ns", "sleeping_ns"} == {"gc_ns", "full_gc_ns"}
     assert reasons(tmp_path)[1] == []

@@ -118,6 +118,7 @@ def spent_in(rank: RankSamples, window: int) -> Spent:
     row["seconds"] = float((inside * lengths).sum()) / _S
     for name in _COUNTERS:
         row[name] = _grown(rank.samples, name, inside)
+    row["blocked_s"] = _blocked_s(rank.samples, row[0], inside)
     row["gc_s"] += row["full_gc_s"]
     if collects:
         # There are no samples while it collects.
@@ -166,6 +167,20 @@ def seconds_by_cause(rank: RankSamples) -> dict[str, float]:
         for cause, counters in CAUSES.items()
         if known.issuperset(counters)
     }
+
+
+def _blocked_s(samples: Samples, row: Any, inside: npt.NDArray[np.float64]) -> float:
+    """Return how long the training thread was in state D; NaN if that is not known.
+
+    The kernel counts how long the thread was not asleep, and looks show in which kind of sleep it
+    was. So only the shares of the two kinds are estimates: of a thread that was always seen in one
+    of them, the time is exact, however seldom the looks found it asleep.
+    """
+    looked, other = float(row["blocked_s"]), _grown(samples, "sleeping_s", inside)
+    asleep = float(row["seconds"] - row["running_s"] - row["runnable_s"])
+    if not looked + other > 0 or not asleep >= 0:  # also if one of them is NaN
+        return looked
+    return asleep * looked / (looked + other)
 
 
 def _grown(samples: Samples, name: str, inside: npt.NDArray[np.float64]) -> float:

@@ -31,11 +31,13 @@ class Look(NamedTuple):
         doing: One of ``DOING``: what the thread that was asked for is doing.
         stopped_ns: How long the process was stopped so far, on the whole.
         blocked_ns: How long its training thread was in uninterruptible sleep so far (state D).
+        sleeping_ns: How long it was in sleep that a signal ends (state S).
     """
 
     doing: str | None = None
     stopped_ns: int | None = None
     blocked_ns: int | None = None
+    sleeping_ns: int | None = None
 
 
 class ThreadTimes(NamedTuple):
@@ -106,7 +108,7 @@ class Moments:
         mine = self._times_of(threading.get_native_id())
         if mine is None:  # a thread that waits for a CPU would look like one that was stopped
             seen = seen._replace(stopped_ns=None)
-        for name in ("stopped_ns", "blocked_ns"):
+        for name in ("stopped_ns", "blocked_ns", "sleeping_ns"):
             value = getattr(seen, name)
             if value is not None:
                 self._counters[name] = value

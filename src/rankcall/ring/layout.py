@@ -52,7 +52,7 @@ DEFAULT_TABLES_BYTES = 1 << 20
 _LEAST_CAPACITY = 1 << 8
 _LEAST_INFLIGHT = 1 << 6
 _LEAST_TABLES_BYTES = 1 << 16
-DEFAULT_SAMPLES = 1 << 8  # 46 KiB: two minutes at two a second
+DEFAULT_SAMPLES = 1 << 8  # 48 KiB: two minutes at two a second
 MAX_SAMPLES = 1 << 16
 _SAMPLE_BYTES_BEFORE = 88  # in rings of rankcall 0.2.0, which have no phases
 _MOST_SAMPLE_BYTES = 1 << 12
@@ -70,7 +70,8 @@ _MEASURED = (
     "io_stall_ns",  # tasks of the cgroup waited for I/O
     "stopped_ns",  # the process stood still: a signal, a debugger, a machine that paused
     # Seen at moments, each of which stands for the time since the one before.
-    "blocked_ns",  # the thread that trains was in uninterruptible sleep (state D)
+    "blocked_ns",  # the thread that trains was in uninterruptible sleep (state D),
+    "sleeping_ns",  # or in sleep that a signal ends (state S)
     "gil_ns",  # a thread that did not run Python code kept the others from the GIL
     "data_loader_ns",  # the thread that trains was in its data loader,
     "checkpoint_ns",  # saved or loaded a checkpoint,

@@ -78,7 +78,7 @@ def test_figures_are_the_models(
         return
     assert spent["seconds"][0] == pytest.approx(covered / 1e3)
     for name in SAMPLE_COUNTERS:
-        if name != "gc_ns":  # to which the full ones are added
+        if name not in ("gc_ns", "blocked_ns", "sleeping_ns"):  # these are put together
             model = expected(rows, name, begin_ms)
             figure = spent[name.removesuffix("_ns") + "_s"][0]
             if model is not None and name != "throttled_ns":
@@ -87,6 +87,33 @@ def test_figures_are_the_models(
     young, full = (expected(rows, name, begin_ms) for name in ("gc_ns", "full_gc_ns"))
     if young is not None and full is not None:
         assert spent["gc_s"][0] == pytest.approx(min(young + full, covered / 1e3))
+
+
+@pytest.mark.parametrize(
+    ("counters", "blocked_s"),
+    [
+        # Asleep for 4 s of 10 by the kernel, and never seen in another sleep.
+        ({"running_ns": 4000, "runnable_ns": 2000, "blocked_ns": 900}, 4.0),
+        ({"running_ns": 4000, "runnable_ns": 2000, "blocked_ns": 900, "sleeping_ns": 2700}, 1.0),
+        ({"running_ns": 4000, "runnable_ns": 2000, "sleeping_ns": 2700}, 0.0),
+        ({"running_ns": 9000, "runnable_ns": 1000, "blocked_ns": 900}, 0.0),
+        ({"running_ns": 4000, "runnable_ns": 2000}, 0.0),  # seen in no sleep at all
+        ({"running_ns": 9000, "runnable_ns": 4000, "blocked_ns": 900}, 0.9),  # cannot be
+    ],
+)
+def test_state_d_is_a_share_of_the_time_asleep(counters: dict[str, int], blocked_s: float) -> None:
+    """How long a thread was asleep is exact; looks say which part of that was in state D."""
+    rows = [(1000, 7, ALL, {}), (11_000, 7, ALL, counters)]
+    (spent,) = spent_in(RankSamples(0, samples_of(rows), 0, 0, 0, 12 * S), SINCE)
+    assert spent["blocked_s"] == pytest.approx(blocked_s)
+    for unknown, seen_s in (
+        ("running_ns", counters.get("blocked_ns", 0) / 1e3),
+        ("blocked_ns", NAN),
+    ):
+        known = ALL - (1 << SAMPLE_COUNTERS.index(unknown))
+        rows = [(1000, 7, known, {}), (11_000, 7, known, counters)]
+        (spent,) = spent_in(RankSamples(0, samples_of(rows), 0, 0, 0, 12 * S), SINCE)
+        assert spent["blocked_s"] == pytest.approx(seen_s, nan_ok=True)
 
 
 def test_a_collection_that_runs() -> None:

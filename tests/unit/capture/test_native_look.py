@@ -172,8 +172,9 @@ def test_a_stopped_process(tmp_path: Path) -> None:
             time.sleep(5)
             process.send_signal(signal.SIGCONT)
             out, _ = process.communicate("\n", timeout=60)
-            stopped_ns, blocked_ns = map(int, out.split())
+            stopped_ns, blocked_ns, sleeping_ns = map(int, out.split())
             assert 2.5 <= stopped_ns / 1e9 <= time.monotonic() - began
             assert blocked_ns >= 0
+            assert sleeping_ns >= 0
         finally:
             process.kill()

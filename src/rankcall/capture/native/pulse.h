@@ -34,14 +34,16 @@ class Pulse {
     const int64_t late_ns = slept_ns - planned_ns;
     if (late_ns > kNoticeNs || ++since_read_ >= kReadEvery) note_lateness(late_ns, planned_ns);
     since_state_ns_ += slept_ns;
-    if (++looks_ % 4) return;  // the state costs more than the rest
+    if (++looks_ % 2) return;  // the state costs more than the rest
     note_state(training_thread, since_state_ns_ < kMostNs ? since_state_ns_ : kMostNs);
     since_state_ns_ = 0;
   }
 
-  // So long the process was stopped; so long its training thread was in state D. kUnknown: not shown.
+  // So long the process was stopped; so long its training thread was in state D, and in state S.
+  // kUnknown: not shown.
   int64_t stopped_ns() const { return stopped_ns_.load(std::memory_order_relaxed); }
   int64_t blocked_ns() const { return blocked_ns_.load(std::memory_order_relaxed); }
+  int64_t sleeping_ns() const { return sleeping_ns_.load(std::memory_order_relaxed); }
 
  private:
   static constexpr int64_t kNoticeNs = 20000000;
@@ -76,8 +78,10 @@ class Pulse {
     if (!read(path, raw, sizeof(raw))) return;
     const char* name_end = std::strrchr(raw, ')');  // a name has at most 16 bytes, any bytes
     if (!name_end || name_end[1] != ' ') return;
-    if (blocked_ns() == kUnknown) blocked_ns_.store(0, std::memory_order_relaxed);
+    for (auto* counter : {&blocked_ns_, &sleeping_ns_})
+      if (counter->load(std::memory_order_relaxed) == kUnknown) counter->store(0, std::memory_order_relaxed);
     if (name_end[2] == 'D') blocked_ns_.fetch_add(since_last_ns, std::memory_order_relaxed);
+    if (name_end[2] == 'S') sleeping_ns_.fetch_add(since_last_ns, std::memory_order_relaxed);
   }
 
   // Opened anew each time: a file that stayed open would be left to every process that is forked.
@@ -90,7 +94,7 @@ class Pulse {
     return got > 0;
   }
 
-  std::atomic<int64_t> stopped_ns_{kUnknown}, blocked_ns_{kUnknown};
+  std::atomic<int64_t> stopped_ns_{kUnknown}, blocked_ns_{kUnknown}, sleeping_ns_{kUnknown};
   int64_t queued_ns_ = kUnknown, since_state_ns_ = 0;
   uint32_t random_ = 1, looks_ = 0;
   int since_read_ = kReadEvery;  // read at the first look

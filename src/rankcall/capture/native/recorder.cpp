@@ -242,15 +242,15 @@ PyObject* py_device_time_failures(PyObject*, PyObject* capsule) {
   return PyLong_FromUnsignedLongLong(holder_of(capsule)->recorder->device_times.failures());
 }
 
-// What a thread is doing; how long the process was stopped, and its training thread in state D.
+// What a thread is doing; how long the process was stopped, and its training thread in states D and S.
 PyObject* py_look(PyObject*, PyObject* args) {
   PyObject *capsule, *current_frames;
   unsigned long thread;
   if (!PyArg_ParseTuple(args, "OOk", &capsule, &current_frames, &thread)) return nullptr;
   const Pulse& pulse = holder_of(capsule)->recorder->pulse;
   const int doing = thread ? doing_of(current_frames, thread) : kUnknownDoing;
-  return Py_BuildValue("iLL", doing, static_cast<long long>(pulse.stopped_ns()),
-                       static_cast<long long>(pulse.blocked_ns()));
+  return Py_BuildValue("iLLL", doing, static_cast<long long>(pulse.stopped_ns()),
+                       static_cast<long long>(pulse.blocked_ns()), static_cast<long long>(pulse.sleeping_ns()));
 }
 
 PyObject* py_find_call_site(PyObject*, PyObject* moment) {
