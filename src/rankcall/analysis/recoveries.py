@@ -7,10 +7,11 @@ the next attempt tell the rest: its first call, and the first call after an opti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from rankcall.run.recoveries import (
     NodeChecked,
     Recoveries,
     newest_checks,
-    read_recoveries,
 )
 
 # In order. Each lasts from the moment before it until its own.
@@ -33,7 +33,10 @@ PHASES = (
     "restart",  # the pause that the policy asks for, and the rendezvous
     "start",  # until the first call: the processes start, import and load
     "step",  # until the first call after an optimizer step
+    "catch_up",  # until all steps are taken again that no checkpoint had saved
 )
+DOWN = PHASES[:-1]  # until the job goes on; what it then repeats counts as lost
+_MOST_LOST = 256  # different numbers of lost steps that are looked for: a file is hostile
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class Recovery:
     @property
     def down_s(self) -> float | None:
         """From the fault to the first new step, or None if one of the moments is not known."""
-        known = [seconds for seconds in self.phases_s if seconds is not None]
-        return sum(known) if len(known) == len(self.phases_s) else None
+        phases_s = self.phases_s[: len(DOWN)]
+        known = [seconds for seconds in phases_s if seconds is not None]
+        return sum(known) if len(known) == len(phases_s) else None
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,20 @@ class _Began:
     recording_ns: int
     call_ns: int
     step_ns: int  # 0: there was none
+    caught_up_ns: Mapping[int, int]  # by the number of steps to repeat, the first call after them
 
 
 class FirstMoments:
-    """Collects the first moments of each process while the rings of a run are read."""
+    """Collects the first moments of each process while the rings of a run are read.
 
-    def __init__(self) -> None:
+    Args:
+        agents: What torchrun's agents noted in the run.
+    """
+
+    def __init__(self, agents: Sequence[Recoveries] = ()) -> None:
+        self._agents = agents
+        lost = {end.lost for agent in agents for end in agent.ends if end.lost > 0}
+        self._lost = sorted(lost)[:_MOST_LOST]
         self._began: list[_Began] = []
         self._last_ns = 0
 
@@ -109,9 +121,9 @@ class FirstMoments:
             return
         shift = header.anchor_epoch_ns - header.anchor_mono_ns
         calls = records["enqueued_ns"].astype(np.int64) + shift
-        after_step = calls[records["step"] > 0]
-        step_ns = int(after_step.min()) if len(after_step) else 0
-        self._began.append(_Began(header.anchor_epoch_ns, int(calls.min()), step_ns))
+        step_ns = _first_after(calls, records["step"], [1]).get(1, 0)
+        caught_up_ns = _first_after(calls, records["step"], self._lost)
+        self._began.append(_Began(header.anchor_epoch_ns, int(calls.min()), step_ns, caught_up_ns))
 
     def finish(self, run_dir: Path) -> Carried:
         """Return the recoveries that the run's agents noted, with their phases.
@@ -119,7 +131,7 @@ class FirstMoments:
         Each node's agent notes the failures that it saw. If several did, the one with the most
         counts: agents that only followed note fewer.
         """
-        agents = read_recoveries(run_dir)
+        agents = self._agents
         if not agents:
             return Carried()
         agent = max(agents, key=lambda agent: len(agent.ends))
@@ -138,9 +150,14 @@ class FirstMoments:
         later = [start for start in starts if start.epoch_ns >= end.stopped_ns]
         start_ns = later[0].epoch_ns if later else 0
         until_ns = later[1].epoch_ns if len(later) > 1 else math.inf
-        began = [moments for moments in self._began if start_ns <= moments.recording_ns < until_ns]
-        first_call_ns = min((moments.call_ns for moments in began), default=0) if later else 0
-        steps = [moments.step_ns for moments in began if moments.step_ns] if later else []
+        began = [
+            moments
+            for moments in self._began
+            if later and start_ns <= moments.recording_ns < until_ns
+        ]
+        first_call_ns = min((moments.call_ns for moments in began), default=0)
+        steps = [moments.step_ns for moments in began if moments.step_ns]
+        caught_up = [moments.caught_up_ns.get(end.lost, 0) for moments in began]
         verdict_ns = end.verdict_ns or end.ended_ns  # a crash needs no verdict
         moments = (
             end.fault_ns,
@@ -150,11 +167,23 @@ class FirstMoments:
             start_ns,
             first_call_ns,
             min(steps, default=0),
+            min(steps if end.lost == 0 else filter(None, caught_up), default=0),
         )
         return tuple(
             max(0, after - before) / 1e9 if before and after else None
             for before, after in pairwise(moments)
         )
+
+
+def _first_after(calls: Any, steps: Any, wanted: Sequence[int]) -> dict[int, int]:
+    """Return when the first call after so many steps was issued; of those that were taken."""
+    reached = np.maximum.accumulate(steps)
+    places = np.searchsorted(reached, wanted)
+    return {
+        count: int(calls[place])
+        for count, place in zip(wanted, places.tolist(), strict=True)
+        if place < len(calls)
+    }
 
 
 def agent_phases(agent: Recoveries) -> dict[str, float]:

@@ -38,6 +38,7 @@ from rankcall.analysis.waiting import Waits, waits_of
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Group
 from rankcall.run.load import Progress, Run
+from rankcall.run.recoveries import read_recoveries
 
 Floats = npt.NDArray[np.float64]
 
@@ -292,7 +293,8 @@ def gather(
         progress: Called with the number of rings that are done, and of all rings.
         also: Called with each ring, so that another analysis need not read it again.
     """
-    gathered = RunTables(anchored(head.header for head in run.heads))
+    moments = FirstMoments(read_recoveries(run.path))
+    gathered = RunTables(anchored(head.header for head in run.heads), first_moments=moments)
     sessions = sessions_of(run)
     for ring in run.iter_rings(progress):
         gathered.add(ring, sessions[ring.path.name])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rankcall.analysis.attempts import Attempts, attempts_of
 from rankcall.analysis.looks import live_window, suspect_and_peer
 from rankcall.analysis.recent_figures import Figures, recent_figures
 from rankcall.analysis.run_reader import RunReader
@@ -67,6 +68,7 @@ class Look:
     figures: Figures | None = None
     stacks: Stacks | None = None
     profiles: Profiles | None = None
+    attempts: Attempts = field(default_factory=Attempts)
     reading_cpu_s: float = 0.0
 
     @property
@@ -90,7 +92,7 @@ class LiveRun:
     _reader: RunReader = field(default_factory=lambda: RunReader(_NEWEST), repr=False)
     _others: OtherNodes = field(default_factory=OtherNodes, repr=False)
     _seen: Look | None = field(default=None, repr=False)
-    _over: tuple[object, Diagnosis] | None = field(default=None, repr=False)
+    _over: tuple[object, Diagnosis, int] | None = field(default=None, repr=False)
     _asked: Stacks | None = field(default=None, repr=False)
     _profiled: Profiles | None = field(default=None, repr=False)
 
@@ -157,7 +159,7 @@ class LiveRun:
             self._reader, self._others = RunReader(_NEWEST), OtherNodes()
         finished = self._finished(where)
         if finished is not None:
-            return self._as_look(where, ENDED, finished)
+            return self._as_look(where, ENDED, *finished)
         run = self._reader.load(where)
         if self.attempt is not None:
             run = run.only(self.attempt)
@@ -165,24 +167,29 @@ class LiveRun:
         snapshot = self._others.add_to(self._reader.snapshot(run, live_window(run)))
         if not snapshot.live:
             ended = diagnose(run, self.hang_after or None)
-            self._over = _fingerprint(where), ended
-            return self._as_look(where, ENDED, ended)
+            last_ns = max((head.header.last_sign_epoch_ns for head in run.heads), default=0)
+            self._over = _fingerprint(where), ended, last_ns
+            return self._as_look(where, ENDED, ended, last_ns)
         diagnosis = judge(run, snapshot, self.hang_after or None)
         sure = [
             finding
             for finding in diagnosis.findings
             if not self._others.is_outdated(finding, snapshot)
         ]
-        look = self._as_look(where, LIVE, replace(diagnosis, findings=sure))
+        now_ns = int(self.clock() * 1e9)
+        look = self._as_look(where, LIVE, replace(diagnosis, findings=sure), now_ns)
         return self._with_kept_stacks(run, replace(look, problem=self._others.problem))
 
-    def _finished(self, where: Path) -> Diagnosis | None:
-        """Return the diagnosis of a job that was over at the last look, if no file has changed."""
+    def _finished(self, where: Path) -> tuple[Diagnosis, int] | None:
+        """Return the diagnosis of a job that was over at the last look, if no file has changed.
+
+        With it comes the time of the last sign of life, in ns since the epoch.
+        """
         if self._over is None or self._over[0] != _fingerprint(where):
             return None
-        return self._over[1]
+        return self._over[1:]
 
-    def _as_look(self, where: Path, state: str, diagnosis: Diagnosis) -> Look:
+    def _as_look(self, where: Path, state: str, diagnosis: Diagnosis, until_ns: int) -> Look:
         is_moving = state == LIVE and not diagnosis.stops
         return Look(
             state,
@@ -192,6 +199,7 @@ class LiveRun:
             figures=recent_figures(diagnosis.snapshot) if is_moving else None,
             stacks=self._asked or (_stacks_of_watcher(kept_in(where)) if where.is_dir() else None),
             profiles=self._profiled,
+            attempts=attempts_of(where, until_ns),
         )
 
     def _with_kept_stacks(self, run: Run, look: Look) -> Look:

@@ -8,6 +8,7 @@ from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.printable import clean
 from rankcall.report.formatting import digits, percent, plural
 from rankcall.report.going import healthy
+from rankcall.report.html.attempts import line_of
 from rankcall.report.html.first_screen import FirstScreen, verdict_of_finding
 from rankcall.report.html.stacks import clock
 from rankcall.report.standing import world
@@ -43,6 +44,7 @@ def run_lines(look: Look) -> dict[str, Any]:
         "words": state[look.state],
         "run": clean(look.run),
         "facts": facts,
+        "attempts": line_of(look.attempts),
         "since": clock(look.epoch_s) if look.state == LOST else "",
         "problem": problem,
         "tone": _tone(look),

@@ -18,6 +18,9 @@ from rankcall.cli import main
 from rankcall.printable import always_writable
 from rankcall.report.attempts_line import bar, in_words
 from rankcall.run.recoveries import AttemptEnd, AttemptStart, Signature, file_of, note
+from rankcall.serve.history import History
+from rankcall.serve.live_run import LiveRun
+from rankcall.serve.view import sections
 from rankcall.testing import synthetic_run
 
 S = 1_000_000_000
@@ -140,6 +143,21 @@ def test_where_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert words in page
     (width,) = re.findall(r'<rect class="down" x="[0-9.]+" width="([0-9.]+)"', page)
     assert float(width) == 0.1, "10 s of decades are seen all the same"
+
+
+def test_the_live_page(tmp_path: Path) -> None:
+    """It has the same line above its verdict, at each look at a job that is over or runs."""
+    pytest.importorskip("jinja2", reason="needs rankcall[report]")
+    run = tmp_path / "run"
+    synthetic_run(run, 2, 40)
+    live = LiveRun(run)
+    noted(run, 1, AttemptStart(0, 10 * S))
+    assert 'class="attempts"' not in sections(live.look(), History())["verdict"]
+    noted(run, 1, end(0, 30, 38), AttemptStart(1, 40 * S))
+    for _ in range(2):  # the second look takes the verdict of the first
+        verdict = sections(live.look(), History())["verdict"]
+        assert verdict.count('<rect class="down"') == 1
+        assert "last failure: stopped (rank 1) at step 12" in verdict
 
 
 @given(

@@ -19,6 +19,7 @@ from rankcall.run.recoveries import (
     Signature,
     file_of,
     note,
+    read_recoveries,
 )
 from rankcall.testing import synthetic_run
 
@@ -43,22 +44,15 @@ def ring(first_s: float, *calls: tuple[float, int], last_s: float = 100.0, dropp
 def end(decision: str = "restart", **more: Any) -> AttemptEnd:
     """Return the end of an attempt that hung at 30 s and was gone at 38 s."""
     moments = {"fault_ns": 30, "verdict_ns": 35, "ended_ns": 36, "noticed_ns": 37, "stopped_ns": 38}
-    return AttemptEnd(
-        0,
-        Signature("stopped"),
-        "machine",
-        decision=decision,
-        steps=20,
-        lost=5,
-        **{**{name: seconds * S for name, seconds in moments.items()}, **more},
-    )
+    known = {"steps": 20, "lost": 5, **{name: at * S for name, at in moments.items()}}
+    return AttemptEnd(0, Signature("stopped"), "machine", decision=decision, **{**known, **more})
 
 
 def carried(run_dir: Path, events: list[Any], *rings: Any) -> Carried:
     """Return the recoveries of a run with these events and rings."""
     for event in events:
         note(file_of(run_dir, "node-a", 1), event)
-    moments = FirstMoments()
+    moments = FirstMoments(read_recoveries(run_dir))
     for one_ring in rings:
         moments.add(one_ring)
     return moments.finish(run_dir)
@@ -71,7 +65,7 @@ BEFORE = ring(11, (12, 0), (29, 20))
 def test_phases_of_a_recovery(tmp_path: Path) -> None:
     """The first call and step of any rank count; the phases add up from the fault to the step."""
     events = [STARTS[0], end(), STARTS[1]]
-    after = [ring(43, (47, 0), (50, 1), (51, 2)), ring(44, (46, 0), (52, 1))]
+    after = [ring(43, (47, 0), (50, 1), (51, 2), (58, 5)), ring(44, (46, 0), (52, 1), (57, 6))]
     told = carried(tmp_path, events, BEFORE, *after)
     (recovery,) = told.recoveries
     assert dict(zip(PHASES, recovery.phases_s, strict=True)) == {
@@ -81,6 +75,7 @@ def test_phases_of_a_recovery(tmp_path: Path) -> None:
         "restart": 2.0,
         "start": 6.0,
         "step": 4.0,
+        "catch_up": 7.0,  # from 50 s until five steps were taken again, on any rank
     }
     assert recovery.down_s == told.down_s == 20.0
     assert recovery.lost_s == pytest.approx(5.0)  # 5 of 20 steps, which took from 10 s to 30 s
@@ -92,7 +87,22 @@ def test_a_crash_has_no_verdict(tmp_path: Path) -> None:
     """Its fault is its end, so that the first two phases take no time."""
     crash = end(fault_ns=36 * S, verdict_ns=0)
     told = carried(tmp_path, [STARTS[0], crash, STARTS[1]], BEFORE, ring(43, (46, 0), (50, 1)))
-    assert told.recoveries[0].phases_s == (0.0, 0.0, 2.0, 2.0, 6.0, 4.0)
+    assert told.recoveries[0].phases_s == (0.0, 0.0, 2.0, 2.0, 6.0, 4.0, None)
+
+
+@pytest.mark.parametrize(("lost", "seconds"), [(0, 0.0), (1, 0.0), (3, 2.0), (4, None), (-1, None)])
+def test_steps_that_are_taken_again(lost: int, seconds: float | None, tmp_path: Path) -> None:
+    """Without a lost step there is nothing to catch up; without a checkpoint, it is not known."""
+    events = [STARTS[0], end(lost=lost), STARTS[1]]
+    told = carried(tmp_path, events, BEFORE, ring(43, (46, 0), (50, 1), (52, 3)))
+    assert told.recoveries[0].phases_s[-1] == seconds
+    assert told.recoveries[0].down_s == 20.0
+
+
+def test_very_many_numbers_of_lost_steps(tmp_path: Path) -> None:
+    """A file of another program's does not make each ring cost without bound."""
+    agents = [Recoveries(tmp_path, (), [end(lost=lost) for lost in range(4000)])]
+    assert len(FirstMoments(agents)._lost) == 256
 
 
 @pytest.mark.parametrize(
@@ -116,7 +126,7 @@ def test_the_next_attempt_only(tmp_path: Path) -> None:
     """The first step of the attempt after next is not that of this recovery."""
     events = [STARTS[0], end(), STARTS[1], AttemptStart(2, 60 * S)]
     told = carried(tmp_path, events, BEFORE, ring(43, (46, 0)), ring(61, (65, 0), (66, 1)))
-    assert told.recoveries[0].phases_s[-1] is None
+    assert told.recoveries[0].phases_s[-2] is None
 
 
 def test_an_end_is_no_recovery(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall._version import __version__
-from rankcall.analysis.attempts import Attempts
 from rankcall.analysis.call_sites import SiteBranch
 from rankcall.analysis.details import Details
 from rankcall.analysis.recoveries import PHASES
@@ -28,9 +27,9 @@ from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import ExtraMissingError
 from rankcall.printable import clean
 from rankcall.ranks import with_noun
-from rankcall.report.attempts_line import in_words
 from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts
+from rankcall.report.html.attempts import line_of
 from rankcall.report.html.curves import curves
 from rankcall.report.html.first_screen import items, verdict
 from rankcall.report.html.stacks import clock, stack_rows
@@ -40,8 +39,6 @@ from rankcall.report.time_sources import times_of_ops
 __all__ = ["render"]
 
 _MOST_SITES, _MOST_ROWS, _MOST_RECOVERIES = 200, 400, 100
-# Per cent of the line of attempts, about a pixel: a short pause in a long job is seen, too.
-_LEAST_WIDTH = 0.1
 _MOST_BRANCHES = 24  # at each level of the tree of call sites
 # What a line must not end in: an option, and a number with its unit.
 _WHOLE = re.compile(
@@ -178,28 +175,13 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "stragglers": summary.stragglers,
         "recoveries": summary.carried.recoveries[-_MOST_RECOVERIES:],
         "more_recoveries": max(0, len(summary.carried.recoveries) - _MOST_RECOVERIES),
-        "attempts": _attempts(summary.carried.attempts),
+        "attempts": line_of(summary.carried.attempts),
         "checks": lines_of(summary.carried.checked)[:_MOST_RECOVERIES],
         "phases": PHASES,
         "goodput": summary.carried.goodput,
         "is_waiting_known": summary.sources.is_waiting_known,
         "data": _data(details, columns, moments, maps, traffic),
     }
-
-
-def _attempts(known: Attempts) -> dict[str, Any] | None:
-    """Return the line of time: where nothing went on, in per cent of it; None without restarts."""
-    length = known.until_ns - known.began_ns
-    if len(known.attempts) < 2 or length <= 0:
-        return None
-    downs = [
-        {
-            "left": min((begin - known.began_ns) / length * 100, 100 - _LEAST_WIDTH),
-            "width": max((end - begin) / length * 100, _LEAST_WIDTH),
-        }
-        for begin, end in known.downs_ns[-_MOST_RECOVERIES:]
-    ]
-    return {"downs": downs, "words": in_words(known)}
 
 
 def _data(
