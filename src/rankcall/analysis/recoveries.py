@@ -134,7 +134,8 @@ class FirstMoments:
         agents = self._agents
         if not agents:
             return Carried()
-        agent = max(agents, key=lambda agent: len(agent.ends))
+        # A launcher without an agent of ours notes how its job ended, and no start.
+        agent = max(agents, key=lambda agent: (bool(agent.starts), len(agent.ends)))
         starts = sorted(agent.starts, key=lambda start: start.epoch_ns)
         recoveries = [
             Recovery(end, self._phases(end, starts), _lost_s(end, starts))

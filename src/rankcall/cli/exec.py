@@ -79,8 +79,8 @@ def _command(args: list[str], options: JobOptions) -> None:
             pid, status = _run(_keeping_stderr(args))
         receiver = {notices.NOTIFY: options.notify or None}
         with _ignoring(*_FROM_TERMINAL, *_FORWARDED), environment(receiver):
-            if scratch:
-                _finish(scratch, pid, status, options.judged_after, began_ns)
+            if scratch and not _finish(scratch, pid, status, options.judged_after, began_ns):
+                _tell_without_records(run_dir, status, began_ns)
     notices.wait(notices.LAST_S)
     if status < 0:
         _end_like(-status)
@@ -224,8 +224,12 @@ def _scratch() -> Iterator[Path | None]:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _finish(scratch: Path, pid: int, status: int, hang_after: float, began_ns: int) -> None:
-    """Report on the runs that the ranks noted. A failure must not replace the command's status."""
+def _finish(scratch: Path, pid: int, status: int, hang_after: float, began_ns: int) -> bool:
+    """Report on the runs that the ranks noted, and return whether there are any.
+
+    A failure must not replace the command's status.
+    """
+    noted: list[Path] = []
     try:
         noted = _places(scratch / _PLACES)
         for place in noted:
@@ -234,6 +238,18 @@ def _finish(scratch: Path, pid: int, status: int, hang_after: float, began_ns: i
         _report(noted, pid, status, hang_after, began_ns)
     except OSError as error:
         say(f"not known where the records are: {error.strerror}")
+    return bool(noted)
+
+
+def _tell_without_records(planned: Path | None, status: int, began_ns: int) -> None:
+    """Write how the command ended into the run that was asked for, although no rank has come."""
+    asked = planned or os.environ.get("RANKCALL_RUN_DIR")
+    if not asked:
+        return
+    run_dir = Path(asked)
+    with contextlib.suppress(OSError):
+        make_folder(run_dir, private=False)
+    keep_outcome(run_dir, status, began_ns, was_asked=status in ASKED)
 
 
 def _places(noted: Path) -> list[Path]:

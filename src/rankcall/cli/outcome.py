@@ -16,7 +16,7 @@ from rankcall.errors import RankcallError
 from rankcall.job.notices import notify
 from rankcall.job.watcher import ABORT_STATUS
 from rankcall.process import host_name
-from rankcall.recovery.history import History, history_of
+from rankcall.recovery.history import History, history_of, note_end
 from rankcall.recovery.policy import decide
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.ring.layout import Header
@@ -124,6 +124,8 @@ def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool =
     notify("ended", run_dir, asdict(ended))
     try:
         write_outcome(run_dir, ended, began_ns)
+        if history is not None and not history.is_supervised:
+            note_end(run_dir, history)
     except OSError as error:
         say(f"cannot write how the job ended into {run_dir}: {error.strerror}")
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from rankcall.process import host_name
 from rankcall.recovery.failures import Cause, cause_in
 from rankcall.recovery.policy import POLICY, Case, Failure
 from rankcall.run.load import Run
-from rankcall.run.recoveries import GAVE_UP, AttemptEnd, Recoveries, read_recoveries
+from rankcall.run.recoveries import (
+    ENDED,
+    GAVE_UP,
+    AttemptEnd,
+    Recoveries,
+    agent_of,
+    file_of,
+    note,
+    read_recoveries,
+)
 
 _FAILURES = {GAVE_UP, *(row.rule for row in POLICY)}  # not those that are other nodes' matter
 
@@ -32,17 +45,20 @@ class History:
         culprits: The ranks at fault; none if no rank is named.
         summary: The verdict in a sentence.
         lost: The steps since the last checkpoint; -1 if the program has told of none.
+        is_supervised: Whether torchrun's agent has noted the failure.
     """
 
     case: Case
     culprits: tuple[int, ...]
     summary: str
     lost: int
+    is_supervised: bool = True
 
 
 def history_of(run: Run) -> History | None:
     """Return the failures of a run; None if nothing has failed."""
-    ends = decided(read_recoveries(run.path))
+    agents = read_recoveries(run.path)
+    ends = decided(agents)
     if ends:
         failures, last = [_failure(end) for end in ends], ends[-1]
         return History(Case(failures[-1], failures[:-1]), last.culprits, last.summary, last.lost)
@@ -50,7 +66,48 @@ def history_of(run: Run) -> History | None:
     if cause is None:
         return None
     lost = cause.since_saved if cause.saved >= 0 else -1
-    return History(Case(_of_cause(cause)), cause.culprits, cause.summary, lost)
+    earlier = [_failure(end) for end in _ends_before(run, agents)]
+    case = Case(_of_cause(cause, earlier), earlier)
+    return History(case, cause.culprits, cause.summary, lost, is_supervised=False)
+
+
+def note_end(run_dir: Path, history: History) -> None:
+    """Note a failure that no agent has noted, for those who judge the next one of this run.
+
+    Raises ``OSError``.
+    """
+    failure = history.case.failure
+    end = AttemptEnd(
+        0,
+        failure.signature,
+        failure.family,
+        history.culprits,
+        history.summary,
+        step=failure.step,
+        lost=history.lost,
+        progressed=failure.progressed,
+        noticed_ns=time.time_ns(),
+        decision="stop",
+        rule=ENDED,
+        reason="the job ended",
+    )
+    note(file_of(run_dir, host_name(), os.getpid()), end)
+
+
+def _ends_before(run: Run, agents: Sequence[Recoveries]) -> list[AttemptEnd]:
+    """Return what the earlier launchers of this host noted before the last attempt began."""
+    last = max((head.header.attempt for head in run.heads), default=0)
+    begins = [head.header.anchor_epoch_ns for head in run.heads if head.header.attempt == last]
+    # The name of a file has the host's as far as a file name can.
+    own = agent_of(file_of(run.path, host_name(), 0))[0]
+    ends = [
+        end
+        for agent in agents
+        if agent_of(agent.path)[0] == own
+        for end in agent.ends
+        if end.rule == ENDED and end.noticed_ns < min(begins, default=0)
+    ]
+    return sorted(ends, key=lambda end: end.noticed_ns)
 
 
 def _failure(end: AttemptEnd) -> Failure:
@@ -64,6 +121,14 @@ def _failure(end: AttemptEnd) -> Failure:
     )
 
 
-def _of_cause(cause: Cause) -> Failure:
+def _of_cause(cause: Cause, earlier: Sequence[Failure]) -> Failure:
     step = cause.steps if cause.saved < 0 else cause.saved + cause.since_saved
-    return Failure(cause.signature, cause.family, step, cause.steps > 0, by_window=cause.saved >= 0)
+    progressed = step > max((failure.step for failure in earlier), default=0)
+    return Failure(
+        cause.signature,
+        cause.family,
+        step,
+        progressed,
+        time.time(),
+        by_window=cause.saved >= 0,
+    )

@@ -28,6 +28,8 @@ RECOVERIES = "recoveries"
 # Set by the agent for its workers: the file to which it writes.
 FILE_VARIABLE = "RANKCALL_RECOVERIES"
 GAVE_UP = "gave_up"  # instead of a rule: torchrun's own limit of restarts was reached
+# Instead of a rule: no policy was asked. The launcher noted how its job ended, for later ones.
+ENDED = "ended"
 _MOST_BYTES = 1 << 24  # of one file; the rest is not read
 _MOST_LINE = 1 << 16  # characters
 _MOST_EVENTS = 4096  # of one file, the newest ones: no job is restarted so often
@@ -84,8 +86,8 @@ class AttemptEnd:
         noticed_ns: When the agent saw that.
         stopped_ns: When no worker of this node was left.
         decision: ``restart`` or ``stop``.
-        rule: The row of the policy that decided; ``follows``, ``joined`` or ``gave_up`` if the
-            policy was not asked.
+        rule: The row of the policy that decided; ``follows``, ``joined``, ``gave_up`` or ``ended``
+            if the policy was not asked.
         reason: Why, in words.
         delay_s: The pause before the restart.
         verdict: The folder of the verdict in the run; empty without one.
