@@ -42,7 +42,12 @@ _MACHINE_KINDS = frozenset({"stopped", "slow_link", "stuck"})
 _MACHINE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGBUS, signal.SIGSTOP})
 # Errors of a device, and of connections: the network, or the process at the other end is gone. The
 # node of that process decides as well, and may know more.
-_PEER_GONE = "closed by peer", "reset by peer", "Broken pipe"
+_PEER_GONE = (
+    *("closed by peer", "reset by peer", "Broken pipe", "Connection refused"),
+    # torch's store: "Failed to recv, got 0 bytes. Connection was likely closed.", "The client
+    # socket has failed to connect to any network address"
+    *("Connection was likely closed", "failed to connect to any network address"),
+)
 _DEVICE_ERRORS = "CUDA error", "NCCL error", "ECC", "device-side", "DistBackendError", "Xid"
 
 
@@ -51,7 +56,7 @@ class Failure:
     """How one attempt ended.
 
     ``step`` is the step of the job as far as it is known, -1 if it is not. ``progressed`` says that
-    the attempt got further than those before it. ``by_window`` says that only the
+    the job got further since the failure before. ``by_window`` says that only the
     recoveries within the window count against the limit: the program has told of a checkpoint, so
     ``step`` is one of the whole job. Otherwise it counts the steps of this attempt alone, each
     attempt that takes a step seems to get further, and all recoveries count.
@@ -97,13 +102,18 @@ class Case:
     def repeats(self) -> int:
         """How often this failure has come before, at the same step.
 
-        Failures of which nothing is known are not the same ones.
+        Failures of which nothing is known are not the same ones. Two at the start of an attempt are
+        not, either, if the job got further between them: all starts look alike.
         """
         if self.failure.signature.kind == UNKNOWN:
             return 0
+        earlier = self.earlier
+        if self.failure.step <= 0:
+            count = self.without_progress - 1  # this failure is the last of them
+            earlier = earlier[len(earlier) - count :] if count > 0 else ()
         return sum(
             (failure.signature, failure.step) == (self.failure.signature, self.failure.step)
-            for failure in self.earlier
+            for failure in earlier
         )
 
     @property

@@ -126,6 +126,7 @@ class Supervisor:
         self._attempt = Attempt()
         self._restart = 0
         self._earlier: list[Failure] = []
+        self._has_moved_on = False  # since the last of them, in an attempt that did not fail
         self._blamed_ns = 0
         self._blamed = 0  # how often a rank of this node was the culprit, and not the program
         self._saved = -1  # the step of the job from which the present attempt went on, if known
@@ -169,7 +170,7 @@ class Supervisor:
         self._end_leftovers()
         failure, end = self._look(cause_of)
         decision = decide(Case(failure, self._earlier, self._limits))
-        self._earlier.append(failure)
+        self._add(failure)
         # The decision is noted before the pause: a reader then sees why the job stands still.
         self._conclude(end, decision)
         if not decision.stops:  # the launcher tells of the end
@@ -180,7 +181,7 @@ class Supervisor:
         """Note how the last attempt ended, after which torchrun's own limit allows no restart."""
         self._end_leftovers()
         failure, end = self._look(cause_of)
-        self._earlier.append(failure)
+        self._add(failure)
         self._conclude(end, Decision(GAVE_UP, True, "torchrun's --max-restarts is used up"))
 
     def follows(self) -> None:
@@ -193,7 +194,7 @@ class Supervisor:
         self._attempt = replace(self._attempt, noticed_ns=time.time_ns())
         kind = "another_node"
         failure, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, kind))
-        self._earlier.append(failure)
+        self._add(failure)
         self._conclude(end, Decision("follows", False, "another node restarts its workers"))
 
     def joined(self) -> None:
@@ -203,7 +204,8 @@ class Supervisor:
         """
         self._end_leftovers()
         self._attempt = replace(self._attempt, noticed_ns=time.time_ns())
-        _, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, "new_node"))
+        failure, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, "new_node"))
+        self._has_moved_on = failure.progressed
         self._conclude(end, Decision("joined", False, "a new node joins the job"))
 
     def admit(self, rendezvous: Rendezvous) -> None:
@@ -376,13 +378,17 @@ class Supervisor:
             cause.signature,
             cause.family,
             step,
-            progressed,
+            progressed or self._has_moved_on,
             time.monotonic(),
             # A rank of another node may have told of its checkpoints. This node does not know it,
             # and must not end such a job after few recoveries in a long time.
             by_window=self._saved >= 0 or len(self._attempt.pids) < self._attempt.world_size,
         )
         return failure, lost
+
+    def _add(self, failure: Failure) -> None:
+        self._earlier.append(failure)
+        self._has_moved_on = False
 
     def _carry_out(self, decision: Decision, failure: Failure) -> None:
         what = f"{failure.signature}" + (f" at step {failure.step:,}" if failure.step > 0 else "")

@@ -79,7 +79,7 @@ class AttemptEnd:
         step: The step that the job had reached; -1 if it is not known.
         steps: The optimizer steps that the attempt had taken.
         lost: The steps since the last checkpoint; -1 if the program has told of none.
-        progressed: Whether the attempt got further than those before it.
+        progressed: Whether the job got further since the failure before.
         fault_ns: Since when nothing went on.
         verdict_ns: When the watchers had their verdict; 0: the attempt ended without one.
         ended_ns: When the first worker ended, or rankcall ended it; 0: not known.

@@ -43,6 +43,21 @@ UNTOLD = replace(failure(MACHINE, 9, seconds=70), by_window=False)
         ("repeats", True, Case(failure(PROGRAM), [failure(PROGRAM)])),
         ("repeats", True, Case(failure(PROGRAM), [failure(PROGRAM), failure(MACHINE, 12)])),
         ("repeats_twice", True, Case(failure(UNCLEAR), [failure(UNCLEAR)] * 2)),
+        (
+            "repeats_twice",
+            True,
+            Case(failure(UNCLEAR, 0), [failure(MACHINE, 5), *[failure(UNCLEAR, 0)] * 2]),
+        ),
+        (
+            "try_again",  # all starts look alike, and the job got further between these
+            False,
+            Case(failure(UNCLEAR, 0), [failure(UNCLEAR, 0), failure(MACHINE, 5)] * 3),
+        ),
+        (
+            "repeats",
+            True,
+            Case(failure(PROGRAM, 0), [failure(MACHINE, 5), failure(PROGRAM, 0)]),
+        ),
         ("goes_on", False, Case(failure(MACHINE), [failure(MACHINE)] * 5)),
         ("backs_off", False, Case(failure(MACHINE, 0))),
         ("backs_off", False, Case(failure(MACHINE, 0), [failure(MACHINE, 0)] * 2)),
@@ -109,6 +124,8 @@ def test_pauses_double_up_to_a_minute() -> None:
         (MACHINE, "dead", -signal.SIGKILL, ""),
         (MACHINE, "dead", 137, ""),
         (MACHINE, "dead", 1, "RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]"),
+        (MACHINE, "dead", 1, "DistNetworkError: Failed to recv. Connection was likely closed."),
+        (MACHINE, "dead", 1, "The client socket has failed to connect to any network address of"),
         (MACHINE, "dead", 1, "torch.AcceleratorError: CUDA error: unspecified launch failure"),
         (PROGRAM, "dead", 1, "ValueError: bad batch"),
         (PROGRAM, "dead", None, "ValueError: bad batch"),

@@ -31,13 +31,25 @@ def failures(history: Sequence[Failure], last_step: int, seconds: float) -> Iter
             yield Failure(signature, family, step, step > furthest, seconds, by_window=True)
 
 
+def row_of(history: Sequence[Failure]) -> list[Failure]:
+    """Return the last failures between which the job got no further, the newest first."""
+    return list(itertools.takewhile(lambda failure: not failure.progressed, reversed(history)))
+
+
+def same_as(failure: Failure, history: Sequence[Failure]) -> int:
+    """Count a failure in a history; one at the start of an attempt, since the last progress."""
+    where = history if failure.step else row_of(history)
+    key = failure.signature, failure.step
+    return sum((before.signature, before.step) == key for before in where)
+
+
 def state_of(history: Sequence[Failure]) -> object:
     """Return what the policy can tell of a history if each window has passed before the next."""
-    counts: dict[tuple[Signature, int], int] = {}
-    for failure in history:
-        key = failure.signature, failure.step
-        counts[key] = min(MOST_REPEATS, counts.get(key, 0) + 1)
-    row = list(itertools.takewhile(lambda failure: not failure.progressed, reversed(history)))
+    counts = {
+        (failure.signature, failure.step): min(MOST_REPEATS, same_as(failure, history))
+        for failure in history
+    }
+    row = row_of(history)
     furthest = max((failure.step for failure in history), default=0)
     return frozenset(counts.items()), len(row), furthest
 
@@ -99,14 +111,15 @@ def orders(length: int) -> tuple[tuple[Failure, ...], ...]:
 def test_what_each_family_is_promised() -> None:
     """A fault of the program is tried once more at its step, an unclear one twice.
 
+    At the start of an attempt, that begins anew once the job got further.
+
     A fault of the machine with progress is always followed by a restart at once, and no pause is
     longer than a minute.
     """
     for history in (*orders(0), *orders(1), *orders(2)):
         for failure in failures(history, 1, 3.0):
             decision = decide(Case(failure, history))
-            key = failure.signature, failure.step
-            same = sum((before.signature, before.step) == key for before in history)
+            same = same_as(failure, history)
             if failure.family == PROGRAM:
                 assert decision.stops or same == 0
             if failure.family == UNCLEAR:

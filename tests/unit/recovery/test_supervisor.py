@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.folders import run_folder
 from rankcall.job import notices
+from rankcall.recovery import supervisor
 from rankcall.recovery.history import decided
 from rankcall.recovery.policy import Limits
 from rankcall.recovery.supervisor import (
@@ -204,6 +206,20 @@ def test_a_new_node_is_no_recovery(tmp_path: Path) -> None:
     job.attempt(-9)
     with pytest.raises(JobStopped):
         job.attempt(-9)
+
+
+def test_progress_until_a_new_node_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job got further between two failures, although that attempt did not fail."""
+    job = Job(tmp_path)
+    look = supervisor.cause_elsewhere
+    for _ in range(9):  # without progress, the fourth in a row ends the job
+        job.attempt(-9)
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor, "cause_elsewhere", lambda *all: replace(look(*all), steps=5))
+            job.supervisor.joined()
+    (told,) = read_recoveries(tmp_path)
+    ends = [end for end in told.ends if end.rule != "joined"]
+    assert [end.progressed for end in ends] == [False, *[True] * 8]
 
 
 def test_the_launchers_own_limit(tmp_path: Path) -> None:
