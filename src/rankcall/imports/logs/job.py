@@ -51,7 +51,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 # For the messages of all logs together, beside the search for their lines. A line of 16 KiB that
 # was made to be slow takes up to 0.4 s, so the lines that are kept could take half an hour.
 _MOST_SECONDS = 60.0
-_MOST_NEWEST = 1 << 16  # lines of all logs together that only tell what is enqueued next
+_MOST_NEWEST = 1 << 15  # lines of all logs together that only tell what is enqueued next
 _SAMPLE = 200  # excerpts from which prefixes and wrapping are learnt
 _LAST = 5  # lines after the exception that ended a program
 _NEAR = 5  # lines between "failed to start" and its traceback

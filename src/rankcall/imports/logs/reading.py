@@ -18,7 +18,7 @@ import re
 import stat
 import sys
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,8 @@ _LONGEST_PIECE = 1 << 24  # of a line that is searched at once; nobody reads lon
 _HEAD_LINES = 1000  # of the beginning, from which the prefixes of a log are learnt
 _HEAD_BYTES = 1 << 17
 _BEFORE, _AFTER = 3, 3  # lines beside one with a marker
-_MOST_REPEATED = 1 << 16  # lines of one such message in a block; they have 60 bytes and more
+_MOST_REPEATED = 1 << 15  # lines of such a message in a block; each has 130 bytes and more
+_MOST_RECENT = 1 << 24  # bytes of the blocks with such lines that are kept as they are
 _SAMPLE = 1 << 16  # bytes, which tell whether a file is text
 _NO_TEXT = re.compile(r"[^\t\n\f\r\x07\x08\x1b -\x7e\x80-\U0010ffff]")
 
@@ -58,13 +59,13 @@ class Marker(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Words of a message that healthy jobs write all the time; only its newest lines are kept.
+    """A message that healthy jobs write all the time; only its newest lines are kept.
 
-    ``newest_of`` says of which process, for example, given a line's block and the words' place.
+    ``newest_of`` says of which process, for example, for a block of a log and a match in it.
     """
 
-    words: bytes
-    newest_of: Callable[[bytes, int], Hashable]
+    pattern: re.Pattern[bytes]
+    newest_of: Callable[[bytes, re.Match[bytes]], Hashable]
 
 
 class RawLine(NamedTuple):
@@ -107,7 +108,7 @@ class Log:
 
         Args:
             markers: Words of the lines of interest.
-            repeated: Words of lines of which only the newest are; ``newest`` has them at the end.
+            repeated: Lines of which only the newest are; ``newest`` has them at the end.
             most: How many of these to keep.
 
         Raises:
@@ -262,47 +263,68 @@ class Search:
         return sorted(places)
 
 
+class _Places(NamedTuple):
+    """Where lines of such a message are in a block, of each process that writes them."""
+
+    block: bytes
+    lines_before: int
+    starts: dict[Hashable, list[int]]
+
+
 class _Newest:
     """The newest lines of messages that come again and again, of each process that writes them.
 
     A process has an equal share of the lines that are kept, so memory is bounded however many there
-    are, and a process that stopped long before the others keeps its last lines.
+    are, and a process that stopped long before the others keeps its last lines. A log may have
+    millions of such lines. So the newest blocks are kept as they are, and when a block is dropped,
+    only the lines of processes that have few in the newer ones are looked at.
     """
 
     def __init__(self, repeated: Sequence[Repeated], most: int) -> None:
         self._repeated, self._most = repeated, most
+        self._blocks: deque[_Places] = deque()
+        self._size = 0  # of the blocks
+        self._newer: Counter[Hashable] = Counter()  # the lines of each process in the blocks
         self._kept: dict[Hashable, deque[RawLine]] = {}
 
     def take(self, block: bytes, count: int) -> None:
         """Take a block; so many lines stand before it."""
-        for words, newest_of in self._repeated:
-            if words in block:
-                self._take(block, count, words, newest_of)
+        for pattern, newest_of in self._repeated:
+            starts: dict[Hashable, list[int]] = defaultdict(list)
+            for seen, match in enumerate(pattern.finditer(block)):
+                if seen > _MOST_REPEATED:
+                    starts.clear()  # no program writes such lines
+                    break
+                starts[newest_of(block, match)].append(match.start())
+            if starts:
+                self._blocks.append(_Places(block, count, dict(starts)))
+                self._newer.update({key: len(found) for key, found in starts.items()})
+                self._size += len(block)
+        while self._size > _MOST_RECENT:
+            self._drop_oldest()
 
-    def _take(
-        self, block: bytes, count: int, words: bytes, newest_of: Callable[[bytes, int], Hashable]
-    ) -> None:
-        places: dict[Hashable, deque[int]] = defaultdict(lambda: deque(maxlen=self._share()))
-        at, seen = block.find(words), 0
-        while at >= 0:
-            seen += 1
-            if seen > _MOST_REPEATED or len(places) > self._most:
-                return  # no program writes such lines
-            places[newest_of(block, at)].append(at)
-            at = block.find(words, _end(block, at))
-        keys = sorted((at, key) for key, found in enumerate(places.values()) for at in found)
-        names, last = list(places), 0
-        for at, key in keys:
+    def _drop_oldest(self) -> None:
+        block, count, starts = self._blocks.popleft()
+        self._size -= len(block)
+        self._newer.subtract({key: len(found) for key, found in starts.items()})
+        self._newer = +self._newer
+        share = self._share(len(self._newer.keys() | starts.keys() | self._kept.keys()))
+        wanted: dict[int, Hashable] = {}
+        for key, found in starts.items():
+            few = share - self._newer[key]
+            wanted.update(dict.fromkeys(found[-few:] if few > 0 else (), key))
+        last = 0
+        for at in sorted(wanted):
             begin = block.rfind(b"\n", 0, at) + 1
             count += block.count(b"\n", last, begin)
             last = begin
             line = RawLine(count + 1, _text(block, begin, _end(block, begin)))
-            self._keep(names[key], line)
+            self._keep(wanted[at], line, share)
 
-    def _share(self) -> int:
-        return max(1, self._most // max(1, len(self._kept)))
+    def _share(self, processes: int) -> int:
+        return max(1, self._most // max(1, processes))
 
-    def _keep(self, key: Hashable, line: RawLine) -> None:
+    def _keep(self, key: Hashable, line: RawLine, share: int) -> None:
         kept = self._kept.pop(key, None)  # the one that wrote last is the last
         if kept is None:
             kept = deque()
@@ -310,20 +332,23 @@ class _Newest:
                 del self._kept[next(iter(self._kept))]
             if len(self._kept).bit_count() == 1:
                 for lines in self._kept.values():
-                    self._shorten(lines)
+                    _shorten(lines, share)
         self._kept[key] = kept
         kept.append(line)
-        self._shorten(kept)
-
-    def _shorten(self, lines: deque[RawLine]) -> None:
-        while len(lines) > self._share():
-            lines.popleft()
+        _shorten(kept, share)
 
     def lines(self) -> list[RawLine]:
         """Return the lines, in order."""
+        while self._blocks:
+            self._drop_oldest()
         for lines in self._kept.values():
-            self._shorten(lines)
+            _shorten(lines, self._share(len(self._kept)))
         return sorted(line for lines in self._kept.values() for line in lines)
+
+
+def _shorten(lines: deque[RawLine], most: int) -> None:
+    while len(lines) > most:
+        lines.popleft()
 
 
 def is_log(path: Path) -> bool:

@@ -62,7 +62,7 @@ def markers() -> tuple[Marker, ...]:
     """Return what the reader searches for: no word that contains another one."""
     follow_of: dict[str, int] = {}
     for message in _MESSAGES:
-        for words in message.markers if message.newest_of is None else ():
+        for words in message.markers if message.repeated is None else ():
             follow_of[words] = max(follow_of.get(words, 0), message.follow)
     return tuple(
         Marker(words, follow)
@@ -76,12 +76,7 @@ def markers() -> tuple[Marker, ...]:
 @functools.cache
 def repeated() -> tuple[Repeated, ...]:
     """Return what healthy jobs write all the time: the reader keeps the newest lines of it."""
-    return tuple(
-        Repeated(words.encode(), message.newest_of)
-        for message in _MESSAGES
-        for words in message.markers
-        if message.newest_of is not None
-    )
+    return tuple(message.repeated for message in _MESSAGES if message.repeated is not None)
 
 
 def facts_of(line: Line) -> list[Fact]:

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from rankcall.imports.logs.blame import blame_of
 from rankcall.imports.logs.facts import DeviceFault, Enqueued, Fact, Member, Trouble
 from rankcall.imports.logs.prefixes import Line
+from rankcall.imports.logs.reading import Repeated
 from rankcall.imports.logs.sources.message import (
     Message,
     Source,
@@ -41,7 +42,9 @@ _PEER = re.compile(
     r"(?:peer|to|from) (?:([\w.:%-]{1,253}<\d{1,6}>)|([\w.-]{1,253})(?=\s*$| with status))"
     r"|remote GIDs? ?([\da-fA-F:.]{3,45})"
 )
-_FAR = 400  # bytes on either side of a word of such a line
+_FAR = 300  # bytes of a host and its process
+# It begins with words without a choice, so that the search for them is fast.
+_REPEATED = re.compile(rb"CCL INFO (\w{3,20}): opCount [^\n]{60,220}? comm (0x[\da-f]{1,16}) ")
 # NCCL warns of what makes it slower, too, and goes on.
 _ADVISORY = re.compile(
     r"Missing \"|Failed to open lib|[Pp]lugin|NET/OFI .{0,80}(?:initialization failed|provider)"
@@ -83,16 +86,16 @@ def _enqueued(line: Line, match: re.Match[str]) -> Fact | None:
     )
 
 
-def _of_communicator(block: bytes, at: int) -> Hashable:
+def _of_communicator(block: bytes, match: re.Match[bytes]) -> Hashable:
     """Return what identifies the process and the communicator of a line that enqueues an op.
 
     Sends and receives are kept apart, so that others do not push all of them out. A log has
-    millions of such lines, so this looks at few of their bytes.
+    millions of such lines, so this looks at few of their bytes: those between the two spaces before
+    ``[3] NCCL``, which are ``host:pid:tid``.
     """
-    words = block[max(0, at - _FAR) : at].rpartition(b"\n")[2].split(b" ")
-    pointer = block[at : at + _FAR].partition(b" comm ")[2].partition(b" ")[0]
-    process = b" ".join(words[-5:-4]).rpartition(b":")[0]
-    return process, pointer, words[-1] in (b"Send:", b"Recv:")
+    end = block.rfind(b" ", 0, match.start() - 2)
+    begin = max(block.rfind(b" ", 0, end) + 1, block.rfind(b"\n", 0, end) + 1, end - _FAR)
+    return block[begin:end], match[2], match[1] in (b"Send", b"Recv")
 
 
 def _nccl_warn(line: Line, match: re.Match[str]) -> Fact | None:
@@ -195,7 +198,7 @@ SOURCES: tuple[Source, ...] = (
                 "recvbuff 0x7f1ed1c00100 count 59205120 datatype 0 op 0 root 0 comm 0x559c24b55610 "
                 "[nranks=4] stream 0x559c248a3630",
                 "NVIDIA/nccl#147, ROCm/rccl#429: with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL",
-                newest_of=_of_communicator,
+                repeated=Repeated(_REPEATED, _of_communicator),
             ),
             Message(
                 "a warning: the own device, or the connection to another rank",

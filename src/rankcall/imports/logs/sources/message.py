@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rankcall.imports.logs.facts import Aborting, Fact, Fragment, Outside, Trouble
 from rankcall.imports.logs.prefixes import Line
+from rankcall.imports.logs.reading import Repeated
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import op_of_variant
 from rankcall.whole_numbers import whole_number
@@ -34,8 +35,8 @@ class Message:
         example: A line as it was seen.
         seen_in: Where: a version, or a public issue.
         follow: How many lines after the marker belong to the message.
-        newest_of: For a message that healthy jobs write all the time. Only the newest lines are
-            read, of each process or whatever this returns for a line and a place in it.
+        repeated: For a message that healthy jobs write all the time: only its newest lines are
+            read.
     """
 
     meaning: str
@@ -45,7 +46,7 @@ class Message:
     example: str
     seen_in: str
     follow: int = 0
-    newest_of: Callable[[bytes, int], Hashable] | None = None
+    repeated: Repeated | None = None
 
 
 @dataclass(frozen=True)
