@@ -33,9 +33,10 @@ and no wrong rank.
 _NOT_HAD = """\
 ## What could not be compared
 
-* **NVRx's attribution.** The newest `nvidia-resiliency-ext` on PyPI for this Python is 0.4.1
-  (2026-11-25). It reads neither logs nor dumps: its module for attribution lists the interruptions
-  that its own wrapper has recorded. So it has no answer on these inputs.
+* **NVRx's attribution.** The newest `nvidia-resiliency-ext` on PyPI for Python 3.11 and 3.12 is
+  0.4.1, and there is none for 3.13 (2026-11-26). It reads neither logs nor dumps: its module for
+  attribution lists the interruptions that its own wrapper has recorded. So it has no answer on
+  these inputs.
 * **The traces of ByteDance's StragglerAnalysis.** No package of PyPI, Debian or npm that has them
   was found (2026-11-25).
 """

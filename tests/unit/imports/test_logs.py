@@ -943,3 +943,39 @@ def test_a_number_in_a_group_is_a_rank_if_there_is_one_group(
     path = tmp_path / "job.log"
     path.write_text("\n".join(lines) + "\n")
     assert judged(path) == expected, why
+
+
+@pytest.mark.parametrize(
+    ("collector", "name"),
+    [
+        # A record of JSON begins behind another prefix.
+        ("cri", "ecc-when-rank-1-takes-its-device"),
+        ("kubectl --prefix", "ecc-when-rank-1-takes-its-device"),
+        # Only one line is longer than the terminal is wide, and no message is in two lines.
+        ("json log", "the-masters-name-is-not-known"),
+        # The only line that is broken ends with spaces.
+        ("jsonPayload", "bar-and-a-shells-segmentation-fault"),
+        # The line that explains the one above is some lines below it.
+        ("kubectl with both", "ascend-vector-core-exception-of-rank-7"),
+    ],
+)
+def test_records_that_were_wrapped(tmp_path: Path, collector: str, name: str) -> None:
+    """A terminal of 140 columns breaks what a collector wrote of a public report."""
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(ALL[name].lines))
+    plain = judged(path)
+    lines = [COLLECTORS[collector](number, line) for number, line in enumerate(ALL[name].lines)]
+    path.write_text("\n".join(part for line in lines for part in wrapped(line, 140, "columns")))
+    assert judged(path) == plain
+
+
+@pytest.mark.parametrize("collector", ["cri", "kubectl --prefix", "pdsh with addresses"])
+def test_records_that_were_wrapped_before_they_were_collected(
+    tmp_path: Path, collector: str
+) -> None:
+    """Each part of a record has the prefix of another collector: it is no part of the record."""
+    lines = ALL["ecc-when-rank-1-takes-its-device"].lines
+    parts = [part for line in lines for part in wrapped(line, 110, "columns")]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(COLLECTORS[collector](n, part) for n, part in enumerate(parts)))
+    assert judged(path) == ("dead", (1,))

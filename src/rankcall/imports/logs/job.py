@@ -306,7 +306,7 @@ class _Reader:
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
         self._has_ended = False  # a process of a launcher that tells of each as it ends
         self._section = -1  # the rank whose output composer repeats
-        self._explained = Line(Writer(0), -1, "")  # the last line that CANN explains below
+        self._explained: Line | None = None  # the line before, if CANN explains it below
 
     def read(self, line: Line) -> None:
         """Take one line."""
@@ -319,10 +319,10 @@ class _Reader:
             self._section = rank if section[1] == "Begin" and rank < MAX_RANKS else -1
         elif self._section >= 0 and line.writer.rank < 0:
             line = line._replace(writer=line.writer._replace(rank=self._section))
-        if line.number == self._explained.number + 1 and line.writer.rank < 0:
-            line = line._replace(writer=self._explained.writer)
-        if line.text.endswith(_INNER_ERROR):
-            self._explained = line
+        explained = self._explained
+        if explained and line.number - explained.number <= _NEAR and line.writer.rank < 0:
+            line = line._replace(writer=explained.writer)
+        self._explained = line if line.text.endswith(_INNER_ERROR) else None
         if _CHILD.match(line.text):
             self._aborting[line.writer] = line.number
         writer, log_facts = line.writer, self._found

@@ -197,6 +197,7 @@ _LIKE_A_HOST, _RARE_SHARE = re.compile(r"[\d.@-]"), 0.25
 _LEARN_SHARE, _LEARN_LEAST, _MOST_NAMES = 0.6, 4, 4096
 _COMMON_SHARE = 0.95  # of the lines of a log have a collector's prefix
 
+_NUMBER = re.compile(r"\d+")
 _JSON_BEGINS = re.compile(r'\{"([\w@.-]{1,80})": ?["\d{]')
 _JSON_TEXT = (
     *("log", "message", "msg", "textPayload", "MESSAGE", "body", "line", "event", "text"),
@@ -245,7 +246,8 @@ class Prefixes:
         self._file = file
         self._hosts: frozenset[str] = frozenset()
         texts = list(head)
-        keys = Counter(match[1] for text in texts if (match := _JSON_BEGINS.match(text)))
+        begins = (self._opening(text) for text in texts)
+        keys = Counter(match[1] for match in begins if match is not None)
         self._first_key = next((key for key, _ in keys.most_common(1)), "")
         self._hosts = self._learnt(texts)
 
@@ -352,10 +354,27 @@ class Prefixes:
             )
         return lines
 
-    def is_open_record(self, text: str) -> bool:
-        """Whether a line is the beginning of a collector's record in JSON, without its end."""
-        record = _JSON_BEGINS.match(text)
-        return bool(record and record[1] == self._first_key and not _is_json(text))
+    def is_open_record(self, text: str, following: str = "") -> bool:
+        """Whether a line is the beginning of a collector's record in JSON, without its end.
+
+        If another prefix stands before the record, it would stand before the ``following`` line,
+        too, if that were a line of its own.
+        """
+        record = self._opening(text)
+        if record is None or record[1] != self._first_key or _is_json(record.string):
+            return False
+        before = plain(text).removesuffix(record.string)
+        # A time at its beginning says nothing: it may be the rest of one in the record.
+        has_prefix = _shape(following).startswith(_shape(before)) or bool(
+            self._parts(following, whole=False).writer.stream
+        )
+        return not before or not has_prefix
+
+    def _opening(self, text: str) -> re.Match[str] | None:
+        """Return the beginning of a record in JSON, which other prefixes may stand before."""
+        if "{" not in text:
+            return None
+        return _JSON_BEGINS.match(text) or _JSON_BEGINS.match(self._parts(text, whole=False).text)
 
     def has_prefix(self, text: str) -> bool:
         """Whether a line begins with a prefix, so that it does not continue the line before it."""
@@ -508,6 +527,11 @@ _STEPS: tuple[Step, ...] = (
     Prefixes._carriage,
     Prefixes._bar,
 )
+
+
+def _shape(text: str) -> str:
+    """Return a text with all numbers alike."""
+    return _NUMBER.sub("0", text)
 
 
 def _is_json(text: str) -> bool:

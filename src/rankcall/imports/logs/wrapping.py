@@ -60,6 +60,8 @@ class Wrapping:
         if plain(text).rstrip().endswith(_BOX) or plain(following).startswith(_BOX):
             return False  # rich draws a box around a traceback: each of its lines is whole
         word = len(following.split(None, 1)[0]) if following.strip() else 0
+        if not self.at_words:  # a full line may end with spaces
+            return bool(word)
         return bool(word) and len(text.rstrip()) + _SPACES + word > self.width
 
     def _must_go_on(self, whole: str, text: str, following: str) -> bool:
@@ -69,7 +71,7 @@ class Wrapping:
         """
         if not self._is_full(text, following):
             return False
-        if self.prefixes.is_open_record(whole):
+        if self.prefixes.is_open_record(whole, following):
             return True
         return not self.prefixes.has_prefix(following) and is_incomplete(whole)
 
@@ -100,6 +102,19 @@ class Wrapping:
             and not is_whole(text)
             and not is_whole(following)
         )
+
+    def closes_record(self, run: Sequence[RawLine], at: int) -> bool:
+        """Whether a collector's record in JSON is complete only with the lines below it."""
+        text = last = run[at].text
+        for line in run[at + 1 : at + _MOST_JOINED]:
+            if not self._is_full(last, line.text) or not self.prefixes.is_open_record(
+                text, line.text
+            ):
+                return False
+            text, last = self.joined(text, line.text), line.text
+            if not self.prefixes.is_open_record(text):
+                return True
+        return False
 
     def completes(self, run: Sequence[RawLine], at: int) -> bool:
         """Whether a message that is incomplete in one line is complete with those below it."""
@@ -133,12 +148,16 @@ def wrapping_of(runs: Iterable[Sequence[RawLine]], prefixes: Prefixes) -> Wrappi
 def _breaks_at_words(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
     """Whether lines that are not full go on below. Of a terminal's lines, only full ones do.
 
-    A message that is complete only with a space between its parts, or only without, tells, too.
+    A message or record that is complete only with a space between its parts, or only without,
+    tells, too.
     """
     full = others = 0
     by_columns = replace(wrapping, at_words=False)
     for run in runs:
         for index, (line, following) in enumerate(pairwise(run)):
+            closes_record = wrapping.closes_record(run, index)
+            if closes_record != by_columns.closes_record(run, index):
+                return closes_record
             if following.text[:1].isspace() or not wrapping.goes_on(line.text, following.text):
                 continue
             is_proven = wrapping.completes(run, index)
@@ -159,6 +178,8 @@ def _is_sure(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
         return True
     for run in runs:
         for index, (line, following) in enumerate(pairwise(run)):
+            if wrapping.closes_record(run, index):
+                return True
             # At spaces, an indented line is not the rest of one: it belongs to a traceback.
             if wrapping.at_words and following.text[:1].isspace():
                 continue
