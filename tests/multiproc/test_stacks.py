@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 from world import wait_until
 
+from rankcall.analysis.looks import diagnose_asking
+from rankcall.analysis.snapshot import telling_threads
+from rankcall.report.stack_lines import stack_lines
 from rankcall.ring.layout import HEADER_BYTES, Header, parse_header, read_header
 from rankcall.run.frames import code_place
 from rankcall.run.load import load
 from rankcall.run.own_stacks import register_stack_dump, request_stacks
 from rankcall.run.paths import ring_paths
+from rankcall.run.stacks import stacks_of
 from rankcall.testing import FaultPlan, Ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -70,6 +74,30 @@ def _hang_here(hold_gil: bool) -> None:
         time.sleep(1.5)  # the heartbeat tells others the thread twice a second
         ctypes.PyDLL(None).sleep(3600)
     time.sleep(3600)
+
+
+def _save_in_a_thread(rank: int, world_size: int) -> None:
+    """Train, and save in a thread with a group of its own; rank 1 hangs there."""
+    import threading
+
+    import torch
+    import torch.distributed as dist
+
+    saving = threading.Thread(target=_save, args=(rank, dist.new_group()))
+    saving.start()
+    for _ in range(100):
+        dist.all_reduce(torch.ones(1))
+    saving.join()
+
+
+def _save(rank: int, group: object) -> None:
+    import torch
+    import torch.distributed as dist
+
+    for number in range(3):
+        if rank == 1 and number == 2:
+            _hang_here(hold_gil=False)
+        dist.all_reduce(torch.ones(1), group=group)
 
 
 def _header(path: Path) -> Header:
@@ -132,6 +160,26 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
         answer = request_stacks(headers)
     assert sorted(answer) == [0, 1, 3]
     assert "test_stacks.py" in answer[0]
+
+
+def test_another_thread_than_the_one_that_trains_has_not_come(tmp_path: Path) -> None:
+    """The line of a missing rank is that of the thread for whose call the others wait."""
+    run = tmp_path / "run"
+    with start_ranks(_save_in_a_thread, 3, run_dir=run, watch={"hang_after": 60}):
+        wait_until(lambda: len(ring_paths(run)) == 3)
+
+        def place() -> str:
+            findings = diagnose_asking(load(run), 0.5).findings
+            return findings[0].summary if findings else ""
+
+        wait_until(lambda: "in _hang_here" in place())
+        diagnosis = diagnose_asking(load(run), 0.5)
+        stacks = stacks_of(load(run), [1], telling_threads(diagnosis.snapshot))
+    causes = [(finding.kind, finding.ranks) for finding in diagnosis.findings]
+    assert causes == [("missing", (1,))]
+    before, _, saves = "\n".join(stack_lines(stacks)).partition("another thread there, which made")
+    assert "_save_in_a_thread  test_stacks.py" in before  # it trains, and waits there for the other
+    assert "_hang_here  test_stacks.py" in saves
 
 
 @pytest.mark.parametrize("hold_gil", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
-from rankcall.analysis.snapshot import threads_in_calls
+from rankcall.analysis.snapshot import telling_threads
 from rankcall.analysis.verdicts import diagnose, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.run.load import Run
@@ -30,7 +30,7 @@ def diagnose_asking(run: Run, hang_after: float | None = None) -> Diagnosis:
         return diagnosis
     wanted = set(_unexplained(diagnosis)[:_MOST_ASKED])
     headers = [head.header for head in run.heads if head.header.rank in wanted]
-    stacks = request_stacks(headers, threads_in_calls(diagnosis.snapshot))
+    stacks = request_stacks(headers, telling_threads(diagnosis.snapshot))
     return with_stacks(run, diagnosis, stacks)
 
 

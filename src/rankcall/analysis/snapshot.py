@@ -19,6 +19,7 @@ from rankcall.problems import Problem, ProblemKind
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, FLAG_NOT_STARTED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, both_lines
 from rankcall.run.load import label_groups
+from rankcall.run.stack_text import AWAITED, IN_CALL
 
 # States of a rank's process. Unknown: it is on another host, or left no ring.
 ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
@@ -229,18 +230,42 @@ def end_unknown(calls: Calls) -> Bools:
     return unknown
 
 
-def threads_in_calls(snapshot: Snapshot) -> dict[int, list[int]]:
-    """Return by rank the threads with a call that has not ended, that of the oldest call first.
+def telling_threads(snapshot: Snapshot) -> dict[int, dict[int, str]]:
+    """Return by rank the threads whose stacks tell something, each with its mark (``stack_text``).
 
-    Not those of calls on devices: their threads go on as soon as they have issued them.
+    First the thread that others wait for, if there is one: it issued the rank's last call in a
+    group in which others have issued more. Then those with a call that has not ended, that of the
+    oldest call first; not of calls on devices: their threads go on as soon as they have issued.
     """
     calls = snapshot.calls
+    threads = {rank: {thread: AWAITED} for rank, thread in _awaited_threads(calls).items()}
     on_host = calls["flags"] & FLAG_DEVICE == 0
     rows = np.flatnonzero(unfinished(calls) & on_host & (calls["thread"] > 0))
-    threads: dict[int, dict[int, None]] = {}
     for row in rows[np.argsort(-calls["age_s"][rows], kind="stable")].tolist():
-        threads.setdefault(int(calls["rank"][row]), {})[int(calls["thread"][row])] = None
-    return {rank: list(of_rank) for rank, of_rank in threads.items()}
+        threads.setdefault(int(calls["rank"][row]), {})[int(calls["thread"][row])] = IN_CALL
+    return threads
+
+
+def _awaited_threads(calls: Calls) -> dict[int, int]:
+    """Return by rank the thread of its last call in each group in which it is behind.
+
+    A rank is left out if these are several threads: which of them is waited for is not known.
+    """
+    known = (calls["group"] >= 0) & (calls["thread"] > 0)
+    shared = calls[(calls["kind"] == COLLECTIVE) & known]
+    shared = shared[np.lexsort((shared["seq"], shared["rank"], shared["group"]))]
+    if not len(shared):
+        return {}
+    group, rank = shared["group"], shared["rank"]
+    is_last = np.append((group[1:] != group[:-1]) | (rank[1:] != rank[:-1]), True)
+    last = shared[is_last]  # of each rank in each group
+    newest = np.zeros(int(group.max()) + 1, last["seq"].dtype)
+    np.maximum.at(newest, last["group"], last["seq"])
+    behind = last[last["seq"] < newest[last["group"]]]
+    awaited: dict[int, set[int]] = {}
+    for of_rank, thread in zip(behind["rank"].tolist(), behind["thread"].tolist(), strict=True):
+        awaited.setdefault(of_rank, set()).add(thread)
+    return {of_rank: threads.pop() for of_rank, threads in awaited.items() if len(threads) == 1}
 
 
 def not_started(calls: Calls) -> Bools:

@@ -38,15 +38,21 @@ class TrainingThread:
         self._first = threading.get_native_id()
         self._stepped = 0
         self._found, self._looks_left = 0, 0
+        self._agree = False  # the newest calls were all of one thread at the last search
 
     def note_step(self) -> None:
         """Note that this thread has stepped an optimizer."""
         self._stepped = threading.get_native_id()
 
     def look(self) -> int:
-        """Return what ``find`` returns, or has returned at one of the last looks."""
+        """Return what ``find`` returns; or has returned at one of the last looks, if calls agreed.
+
+        At the beginning of a job, a search is made at each look: the first calls may come from
+        another thread than those that follow, and a rank may hang soon after.
+        """
         self._looks_left -= 1
-        if self._stepped or self._looks_left < 0 or not _lives(self._found):
+        is_due = self._looks_left < 0 or not self._agree
+        if self._stepped or is_due or not _lives(self._found):
             self._found, self._looks_left = self.find(), _SEARCH_EVERY
         return self._found
 
@@ -67,6 +73,7 @@ class TrainingThread:
         begin, most = self._geometry.records_offset, self._geometry.capacity
         records = np.frombuffer(self._ring, RECORD, most, begin)
         threads, counts = np.unique(records["thread"][slots], return_counts=True)
+        self._agree = len(newest) == _NEWEST and len(threads) == 1
         issuing: list[int] = threads[np.argsort(-counts, kind="stable")].tolist()
         return issuing
 

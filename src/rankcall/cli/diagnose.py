@@ -13,7 +13,7 @@ import typer
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.logs.following import follow_logs
 from rankcall.analysis.looks import by_interest, diagnose_asking
-from rankcall.analysis.snapshot import ALIVE, threads_in_calls
+from rankcall.analysis.snapshot import ALIVE, telling_threads
 from rankcall.analysis.verdicts.facts import Relation
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli.common import (
@@ -128,7 +128,7 @@ def command(
     run = open_run(places[0] if places else None, attempt, exits_only=True)
     result = diagnose_asking(run, hang_after)
     dumped = (
-        stacks_of(run, by_interest(result, _MOST_STACKS), threads_in_calls(result.snapshot))
+        stacks_of(run, by_interest(result, _MOST_STACKS), telling_threads(result.snapshot))
         if stacks
         else {}
     )

@@ -11,7 +11,7 @@ import typer
 
 from rankcall.analysis.attempts import Attempts, attempts_of
 from rankcall.analysis.looks import look
-from rankcall.analysis.snapshot import threads_in_calls
+from rankcall.analysis.snapshot import telling_threads
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.cli.common import (
     Attempt,
@@ -136,7 +136,7 @@ class Stack:
             self._rank, self._lines = None, []
         elif choice.rank != self._rank:
             self._rank = choice.rank
-            in_calls = threads_in_calls(diagnosis.snapshot)
-            stacks = stacks_of(run, [choice.rank], in_calls)
+            others = telling_threads(diagnosis.snapshot)
+            stacks = stacks_of(run, [choice.rank], others)
             self._lines = stack_lines(stacks)[1:] if stacks else [_NO_STACK.format(choice.rank)]
         return self._lines

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
-from rankcall.analysis.snapshot import Snapshot, threads_in_calls, unfinished
+from rankcall.analysis.snapshot import Snapshot, telling_threads, unfinished
 from rankcall.analysis.verdicts import find, find_final, settles_in
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
@@ -159,7 +159,7 @@ class Judge:
                 return False
         elif not asked and not self._opens_round(mine, known):
             return False
-        stacks = request_stacks(headers.values(), threads_in_calls(mine))
+        stacks = request_stacks(headers.values(), telling_threads(mine))
         mine = _with_stacks(mine, stacks)
         self.is_verified = True
         verdict, prints = (self._judge(mine), True) if whole else self._together(mine)
@@ -190,7 +190,7 @@ class Judge:
         known = list(filter(of_this_hang, self._all_verdicts()))
         if not is_news(find_final(mine, self._hang_after, proofs), known):
             return False
-        stacks = request_stacks(headers.values(), threads_in_calls(mine))
+        stacks = request_stacks(headers.values(), telling_threads(mine))
         mine = _with_stacks(mine, stacks)
         self.is_verified = True
         verdict = self._verdict(mine, find_final(mine, self._hang_after, proofs))

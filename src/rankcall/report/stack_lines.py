@@ -23,7 +23,7 @@ def stack_lines(stacks: Mapping[int, str]) -> list[str]:
     """
     classes = stack_classes(stacks)
     shown = classes[:_MOST_CLASSES]
-    parts = sum(1 + len(stack_class.in_calls) for stack_class in shown)
+    parts = sum(1 + len(alike.in_calls) + bool(alike.awaited) for alike in shown)
     most = max(_LEAST_FRAMES, (_STACK_LINES - 1 - 2 * parts) // max(1, parts))
     lines = [f"Stacks of {plural(len(stacks), 'rank')}, equal ones together"]
     for stack_class in shown:
@@ -46,6 +46,9 @@ def _class_lines(alike: StackClass, most: int) -> Iterator[str]:
     if not alike.frames:
         yield f"{' ' * 2 * INDENT}{' '.join(alike.text.split())}"
     yield from _frame_lines(alike.frames, most)
+    if alike.awaited:
+        yield f"{' ' * INDENT}another thread there, which made the calls of that group before"
+        yield from _frame_lines(alike.awaited, most)
     for frames in alike.in_calls:
         yield f"{' ' * INDENT}another thread there, in a call"
         yield from _frame_lines(frames, most)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from rankcall.run.stack_text import THREADS, is_in_call, is_training
+from rankcall.run.stack_text import THREADS, is_awaited, is_in_call, is_training
 from rankcall.whole_numbers import whole_number
 
 # Functions of torch.distributed that return only after other ranks have called them as well, and
@@ -112,12 +112,16 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def code_place(stack: str) -> CodePlace:
-    """Return where the training thread of a dumped stack stands.
+    """Return where the rank of a dumped stack stands.
 
-    That is the main thread, unless the stack marks another one. If only the main thread of a Ray
-    worker is known, and it waits for tasks, then nothing is known: Ray Train trains in a thread.
+    That is where its training thread stands: the main thread, unless the stack marks another one.
+    But if other ranks wait in a group whose calls another thread issues, such as one that saves
+    checkpoints, then it is where that thread stands, unless no code of the user's runs there. If
+    only the main thread of a Ray worker is known, and it waits for tasks, then nothing is known:
+    Ray Train trains in a thread.
     """
-    frames = training_frames(stack)
+    awaited = [frame for frame in awaited_frames(stack) if frame.line]
+    frames = awaited if any(frame.is_users for frame in awaited) else training_frames(stack)
     if not frames or frames[0].is_ray_loop:
         return CodePlace()
     outer = next((n for n, frame in enumerate(frames) if not frame.is_internal), None)
@@ -175,6 +179,11 @@ def frames_in_calls(stack: str) -> list[list[Frame]]:
         for thread in THREADS.split(stack)
         if is_in_call(thread) and (frames := _frames(thread))
     ]
+
+
+def awaited_frames(stack: str) -> list[Frame]:
+    """Return the frames of the other thread for whose call other ranks wait, the newest first."""
+    return next((_frames(thread) for thread in THREADS.split(stack) if is_awaited(thread)), [])
 
 
 def _frames(thread: str) -> list[Frame]:

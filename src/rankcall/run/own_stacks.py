@@ -8,7 +8,7 @@ rank that holds the GIL or waits in a collective answers, too. A stopped rank do
 asks py-spy first, which needs no answer.
 
 The stack of the thread that trains comes first and has ``TRAINS`` in its first line, if it is not
-the main thread; those of other threads in a call have ``IN_CALL``. ``frames`` says where a rank
+the main thread; those of other threads have another mark. ``frames`` says where a rank
 stands by such a text.
 """
 
@@ -17,19 +17,19 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import itertools
 import mmap
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rankcall.ring.layout import Header
 from rankcall.ring.writer import put
 from rankcall.run.stack_text import (
-    IN_CALL,
     TRAINS,
     mark_thread,
     mark_training_thread,
@@ -43,7 +43,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 16
 WITHOUT_STACKS = -1  # in a ring's stack_fd: the process is watched, but cannot dump its stacks
 WAIT_S = 3.0  # on a machine with more processes than cores, some answer late
 _POLL_S = 0.01
-_MOST_IN_CALLS = 4  # threads that are asked because they are in a call
+_MOST_OTHERS = 4  # threads of a rank that are asked besides the main and the training one
 _MOST_BYTES = 1 << 18  # of one answer; faulthandler writes 100 frames of a thread at most
 _MOST_KEPT = 1 << 22  # bytes of a rank's memory file, which is emptied before it gets larger
 _WHOLE = re.compile(r"Stack \(most recent call first\):\n +File ")
@@ -89,7 +89,7 @@ def unregister_stack_dump(ring: mmap.mmap) -> None:
 
 
 def request_stacks(
-    headers: Iterable[Header], in_calls: Mapping[int, Sequence[int]] | None = None
+    headers: Iterable[Header], others: Mapping[int, Mapping[int, str]] | None = None
 ) -> dict[int, str]:
     """Return the stacks of the ranks of this host that dump them, by rank.
 
@@ -97,13 +97,13 @@ def request_stacks(
 
     Args:
         headers: The headers of the ranks' rings.
-        in_calls: By rank, the kernel's ids of threads with a call that has not ended. They are
-            asked besides the main and the training thread.
+        others: By rank, the kernel's ids of threads that are asked besides the main and the
+            training thread, each with its mark (``stack_text``).
     """
     files: dict[int, _Dump] = {}
     for header in headers:
         if header.stack_fd > 0 and _answers(header):
-            dump = _Dump(header, (in_calls or {}).get(header.rank, ()))
+            dump = _Dump(header, others or {})
             if dump.ask():
                 files[header.rank] = dump
     deadline = time.monotonic() + WAIT_S
@@ -138,14 +138,14 @@ class _Dump:
     two stacks would mix. A thread that does not answer takes half of ``WAIT_S`` at most.
     """
 
-    def __init__(self, header: Header, in_calls: Sequence[int] = ()) -> None:
+    def __init__(self, header: Header, others: Mapping[int, Mapping[int, str]]) -> None:
         self._pid = header.pid
         self._path = f"/proc/{header.pid}/fd/{header.stack_fd}"
         self._trains = training_thread_of(header)
-        self._in_calls = other_threads_of(header, in_calls)
+        self._others = other_threads_of(header, others)
         self._left = [self._pid]  # the threads without the signal so far
         if self._pid != os.getpid():
-            self._left += [*([self._trains] if self._trains else []), *self._in_calls]
+            self._left += [*([self._trains] if self._trains else []), *self._others]
         self._threads = list(self._left)
         self._share_s = WAIT_S / min(2, len(self._left))  # most answer at once
         self._texts: list[str] = []
@@ -198,14 +198,14 @@ class _Dump:
         texts = [*self._texts, self._read()] if self._until else self._texts
         if self._pid == os.getpid():
             text = mark_training_thread(with_names(texts[0]), _pthread_id(self._trains))
-            for thread in self._in_calls:
-                text = mark_thread(text, _pthread_id(thread), IN_CALL)
+            for thread, mark in self._others.items():
+                text = mark_thread(text, _pthread_id(thread), mark)
             return text
         # An answer does not name its thread. If an earlier one was late, this may be its answer.
         main = texts[0]
         if len(texts) < 2 or not main:
             return main
-        marks = {self._trains: TRAINS, self._pid: "("} | dict.fromkeys(self._in_calls, IN_CALL)
+        marks = {self._trains: TRAINS, self._pid: "(", **self._others}
         names = {self._pid: ' "MainThread"'}
         stacks = {
             thread: f"Thread {thread} {marks[thread]}most recent call first):"
@@ -215,7 +215,7 @@ class _Dump:
         }
         if len(stacks) < 2:
             return main
-        order = (self._trains, self._pid, *self._in_calls)
+        order = (self._trains, self._pid, *self._others)
         return "\n\n".join(stacks[thread] for thread in order if thread in stacks)
 
     def _read(self) -> str:
@@ -240,11 +240,15 @@ def training_thread_of(header: Header) -> int:
     return thread if is_other else 0
 
 
-def other_threads_of(header: Header, threads: Sequence[int]) -> list[int]:
-    """Return a few of some threads that still run and are neither the main nor the training one."""
-    others = [thread for thread in threads if thread not in (0, header.pid, header.train_thread)]
-    tasks = Path(f"/proc/{header.pid}/task")
-    return [thread for thread in others if (tasks / str(thread)).exists()][:_MOST_IN_CALLS]
+def other_threads_of(header: Header, others: Mapping[int, Mapping[int, str]]) -> dict[int, str]:
+    """Return a few of a rank's threads that still run, and neither are the main one nor train."""
+    tasks, known = Path(f"/proc/{header.pid}/task"), (0, header.pid, header.train_thread)
+    running = (
+        (thread, mark)
+        for thread, mark in others.get(header.rank, {}).items()
+        if thread not in known and (tasks / str(thread)).exists()
+    )
+    return dict(itertools.islice(running, _MOST_OTHERS))
 
 
 def _tgkill(pid: int, thread: int, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -9,6 +10,7 @@ from pathlib import PurePath
 from rankcall.run.frames import (
     Frame,
     all_training_frames,
+    awaited_frames,
     code_place,
     frames_in_calls,
     training_frames,
@@ -21,6 +23,7 @@ class StackClass:
 
     ``frames``: of the first rank, the newest first, with its native frames if they are known.
     ``in_calls``: the same of its other threads that wait in a call.
+    ``awaited``: the same of another thread, which issued its calls in a group that waits for it.
     ``text``: the whole stack of the first rank, as it was dumped.
     """
 
@@ -28,6 +31,7 @@ class StackClass:
     frames: tuple[Frame, ...]
     text: str
     in_calls: tuple[tuple[Frame, ...], ...] = ()
+    awaited: tuple[Frame, ...] = ()
 
     @property
     def line(self) -> str:
@@ -38,8 +42,8 @@ class StackClass:
 def stack_classes(stacks: Mapping[int, str]) -> list[StackClass]:
     """Put ranks with equal stacks together: the smallest class first, then by the lowest rank.
 
-    Other threads count only if they wait in a call: in a healthy process they are at a different
-    line each time. A text without any frame is compared as it is.
+    Other threads count only if they wait in a call, or are waited for: in a healthy process they
+    are at a different line each time. A text without any frame is compared as it is.
     """
     alike: dict[object, list[int]] = {}
     for rank in sorted(stacks):
@@ -50,6 +54,7 @@ def stack_classes(stacks: Mapping[int, str]) -> list[StackClass]:
             tuple(all_training_frames(stacks[ranks[0]])),
             stacks[ranks[0]],
             tuple(map(tuple, frames_in_calls(stacks[ranks[0]]))),
+            tuple(awaited_frames(stacks[ranks[0]])),
         )
         for ranks in alike.values()
     ]
@@ -64,10 +69,10 @@ def _key(stack: str) -> object:
     frames = training_frames(stack)
     if not frames:
         return stack.strip()
-    waiting = [frame for thread in frames_in_calls(stack) for frame in thread]
+    others = [awaited_frames(stack), *frames_in_calls(stack)]
     return tuple(
         (PurePath(frame.file).name, frame.line, frame.name.rpartition(".")[2])
-        for frame in (*frames, *waiting)
+        for frame in (*frames, *itertools.chain(*others))
     )
 
 

@@ -1,7 +1,8 @@
 """The text of dumped stacks: the names of threads in it, which one trains, and what people see.
 
 A text comes from ``faulthandler`` or from py-spy. In both, each thread begins with a heading. The
-heading of the thread that trains has ``TRAINS``, and that of another one in a call ``IN_CALL``.
+heading of the thread that trains has ``TRAINS``. Other threads have ``IN_CALL`` if they are in a
+call, and ``AWAITED`` if others wait in a group whose calls they issued.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from rankcall.printable import clean
 
 TRAINS = "(trains, "
 IN_CALL = "(in a call, "  # of another thread, which has issued a call that has not ended
+AWAITED = "(awaited, "  # of another thread, which issued its rank's last call in a group that waits
 OWN_THREADS = "rankcall-"  # the names of all threads that rankcall starts begin with it
 THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|^(?:Current t|T)hread .*\"MainThread\"$", re.MULTILINE)
@@ -28,6 +30,11 @@ def is_training(stack: str) -> bool:
 def is_in_call(stack: str) -> bool:
     """Return whether the stack of one thread is marked as that of another thread in a call."""
     return IN_CALL in stack.partition("\n")[0]
+
+
+def is_awaited(stack: str) -> bool:
+    """Return whether the stack of one thread is marked as that of one that others wait for."""
+    return AWAITED in stack.partition("\n")[0]
 
 
 def with_names(text: str) -> str:
@@ -58,7 +65,7 @@ def mark_thread(text: str, thread: str, mark: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Put the training and the main thread first, then those in a call; leave out rankcall's own.
+    """Put the training and the main thread first, then marked ones; leave out rankcall's own.
 
     None of these runs the training loop. If a thread of the user's waits for one of them, for
     example in a barrier of ``rankcall.store``, its own stack says so.
@@ -68,7 +75,7 @@ def tidy(text: str) -> str:
         key=lambda stack: (
             not is_training(stack),
             _MAIN.search(stack) is None,
-            not is_in_call(stack),
+            not (is_awaited(stack) or is_in_call(stack)),
         )
     )
     return "\n\n".join(threads) or text

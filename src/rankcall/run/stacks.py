@@ -14,7 +14,7 @@ from pathlib import Path
 from rankcall.ring.layout import Header
 from rankcall.run.load import Run
 from rankcall.run.own_stacks import other_threads_of, request_stacks, training_thread_of
-from rankcall.run.stack_text import IN_CALL, mark_thread, mark_training_thread, tidy
+from rankcall.run.stack_text import mark_thread, mark_training_thread, tidy
 
 _PY_SPY_TIMEOUT_S = 30.0  # for one process
 _MOST_SPIED = 8  # ranks; each takes a second, and the job's ranks are paused meanwhile
@@ -22,16 +22,16 @@ _MOST_PY_SPY_CHARS = 1 << 16
 
 
 def stacks_of(
-    run: Run, ranks: Sequence[int], in_calls: Mapping[int, Sequence[int]] | None = None
+    run: Run, ranks: Sequence[int], others: Mapping[int, Mapping[int, str]] | None = None
 ) -> dict[int, str]:
     """Return the stacks of those of the ranks that run on this host and can be inspected.
 
     An archive gives none: what its ranks do now says nothing about the time when it was made.
 
     py-spy, if it is installed, inspects the first ranks; it takes a second for each. The others
-    dump their stacks themselves. ``in_calls``: see ``request_stacks``.
+    dump their stacks themselves. ``others``: see ``request_stacks``.
     """
-    in_calls = in_calls or {}
+    others = others or {}
     if run.source is not None and not run.source.is_dir():
         return {}
     wanted = set(ranks)
@@ -49,11 +49,11 @@ def stacks_of(
                 if text:
                     thread = training_thread_of(header)
                     text = mark_training_thread(text, str(thread or ""))
-                    for other in other_threads_of(header, in_calls.get(header.rank, ())):
-                        text = mark_thread(text, str(other), IN_CALL)
+                    for other, mark in other_threads_of(header, others).items():
+                        text = mark_thread(text, str(other), mark)
                     stacks[header.rank] = text
     rest = [header for header in here if header.rank not in stacks]
-    stacks.update(request_stacks(rest, in_calls))
+    stacks.update(request_stacks(rest, others))
     return {rank: tidy(stacks[rank]) for rank in ranks if rank in stacks}
 
 

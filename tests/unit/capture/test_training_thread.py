@@ -136,6 +136,18 @@ def test_a_look_searches_seldom(ring: Ring) -> None:
     wait_until(lambda: ring.finder.look() == threading.get_native_id())
 
 
+def test_the_first_calls_decide_for_one_look_only(ring: Ring) -> None:
+    """One thread makes the first calls, another one trains: the next look finds it."""
+    assert ring.finder.look() == threading.get_native_id()  # no call yet
+    with Waiting() as first, Waiting() as second:
+        ring.issue([first] * 3)
+        assert ring.finder.look() == first
+        ring.issue([second] * 61)
+        assert ring.finder.look() == second
+        ring.issue([first] * 64)
+        assert ring.finder.look() == first
+
+
 def test_a_look_sees_the_first_step_at_once(ring: Ring) -> None:
     """A thread that steps an optimizer trains, whichever thread was found before."""
     ring.finder.look()

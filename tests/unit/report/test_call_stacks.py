@@ -191,8 +191,8 @@ def test_answers_of_two_threads(
     frame = 'Stack (most recent call first):\n  File "/a/t.py", line 1 in '
     known = {"main": f"{frame}driver", "trains": f"{frame}work", "rest": f"{frame}x"[20:], "": ""}
     monkeypatch.setattr("rankcall.run.own_stacks.training_thread_of", lambda header: 77)
-    header = SimpleNamespace(pid=os.getppid(), stack_fd=3, train_thread=77)
-    dump = _Dump(header)  # type: ignore[arg-type]
+    header = SimpleNamespace(rank=0, pid=os.getppid(), stack_fd=3, train_thread=77)
+    dump = _Dump(header, {})  # type: ignore[arg-type]
     dump._texts = [known[text] for text in texts]
     assert re.findall(r"in (\w+)", dump.text()) == expected
 
@@ -208,6 +208,19 @@ def test_a_thread_is_marked_in_any_dump() -> None:
     both = f"{reading(1)}\n\n{dump}"
     assert code_place(mark_training_thread(both, f"{0x77:#018x}")).line == "/a/b.py:2"
     assert mark_training_thread(both, "") == both
+
+
+def test_a_rank_stands_where_its_awaited_thread_does() -> None:
+    """Unless that thread runs no code of the user's, as an idle one of a pool."""
+    main = 'Thread 80 (most recent call first): "MainThread"\n  File "/a/b.py", line 2 in <module>'
+    saver = 'Thread 81 (awaited, most recent call first):\n  File "{}", line 9 in save'
+    assert code_place(f"{main}\n\n{saver.format('/a/save.py')}").line == "/a/save.py:9"
+    pool = saver.format("/usr/lib/python3.11/concurrent/futures/thread.py")
+    assert code_place(f"{main}\n\n{pool}").line == "/a/b.py:2"
+    other = saver.replace("awaited", "in a call").format("/a/save.py")
+    assert code_place(f"{main}\n\n{other}").line == "/a/b.py:2"
+    text = tidy(f'{main}\n\nThread 82 (idle):\n  File "/a/c.py", line 1 in f\n\n{pool}')
+    assert text.index("Thread 81") < text.index("Thread 82")
 
 
 def test_another_thread_in_a_call_is_shown() -> None:
