@@ -123,7 +123,12 @@ exit_budget = ExitBudget()
 
 
 def join(thread: threading.Thread, seconds: float) -> bool:
-    """Wait up to ``seconds`` for a thread to end, within the exit budget; return whether it has."""
+    """Wait up to ``seconds`` for a thread to end, within the exit budget; return whether it has.
+
+    A thread that could not be started has ended.
+    """
+    if thread.ident is None:
+        return True
     exit_budget.spend(thread.join, seconds)
     return not thread.is_alive()
 

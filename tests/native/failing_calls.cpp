@@ -37,6 +37,7 @@ std::atomic<long> calls{0};
 long fails_at = 0;
 int error_number = 0;
 const char* failed = "";
+char only[64] = "";  // calls of other names do not count, if it is not empty
 std::atomic<bool> tracked[4096], is_paused{false};
 bool count_threads = false, count_sockets = false;
 
@@ -52,7 +53,8 @@ bool is_ours(const char* path) {
 bool is_ours(int fd) { return fd >= 0 && fd < 4096 && tracked[fd]; }
 
 bool fails(bool ours, const char* name) {
-    if (!ours || is_paused || ++calls != fails_at) return false;
+    if (!ours || is_paused || (*only && std::strcmp(only, name))) return false;
+    if (++calls != fails_at) return false;
     failed = name;
     errno = error_number;
     return true;
@@ -95,6 +97,7 @@ void fail_at(const char* folders, long number, int error) {
     count_sockets = std::strstr(roots, "sockets") != nullptr;
     count_threads = count_sockets || std::strstr(roots, "threads") != nullptr;
 }
+void count_only(const char* name) { std::strncpy(only, name, sizeof only - 1); }
 void set_paused(int is_so) { is_paused = is_so != 0; }
 long calls_made() { return calls; }
 const char* failed_call() { return failed; }

@@ -1,9 +1,9 @@
 """Runs a phase of rankcall many times, each time with one system call of ours that fails.
 
-usage: failing_calls_program.py LIBRARY FOLDER PHASE CASES. The library is preloaded. Each case runs
-in a child that is forked after all imports, and prints a line of JSON: what failed, and what the
-child did. The first case counts the calls. CASES is how many others there are at most; 0 means each
-call with each error.
+usage: failing_calls_program.py LIBRARY FOLDER PHASE CASES [NAME]. The library is preloaded. Each
+case runs in a child that is forked after all imports, and prints a line of JSON: what failed, and
+what the child did. The first case counts the calls. CASES is how many others there are at most; 0
+means each call with each error. NAME: only calls of that name count.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ERRORS = (errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EACCES, errno.ENOMEM)
 
 failing = ctypes.CDLL(LIBRARY)
 failing.failed_call.restype = ctypes.c_char_p
+failing.count_only("".join(sys.argv[5:]).encode())
 
 with_torch = PHASE in ("record", "without", "killed", "run")
 if with_torch:  # the others need none of it, and a fork without it is far cheaper

@@ -34,14 +34,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run_cases(library: Path, folder: Path, phase: str, cases: int) -> list[dict[str, Any]]:
+def run_cases(
+    library: Path, folder: Path, phase: str, cases: int, *name: str
+) -> list[dict[str, Any]]:
     """Return what each case did; the first is without a failure."""
     folder.mkdir()
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("RANKCALL_")
     }
     done = subprocess.run(
-        [sys.executable, HERE / "failing_calls_program.py", library, folder, phase, str(cases)],
+        [
+            sys.executable,
+            HERE / "failing_calls_program.py",
+            library,
+            folder,
+            phase,
+            str(cases),
+            *name,
+        ],
         env={**environment, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -58,9 +68,9 @@ def records_of(report: str) -> int:
     return int(found[1].replace(",", "")) if found else 0
 
 
-def check(library: Path, folder: Path, phase: str, cases: int) -> set[str]:
+def check(library: Path, folder: Path, phase: str, cases: int, *name: str) -> set[str]:
     """Check what all cases of a phase did; return the calls that failed."""
-    first, *rest = run_cases(library, folder / phase, phase, cases)
+    first, *rest = run_cases(library, folder / phase, phase, cases, *name)
     assert first["status"] == 0, first
     assert rest, first
     if phase == "record":
@@ -112,6 +122,11 @@ def test_some_calls_that_fail(library: Path, tmp_path: Path, phase: str) -> None
     A command that fails loses no record: the next one reads them.
     """
     assert len(check(library, tmp_path, phase, 4)) >= 2
+
+
+def test_threads_that_cannot_be_started(library: Path, tmp_path: Path) -> None:
+    """A job goes on and ends as without rankcall, whichever of its threads is refused."""
+    assert check(library, tmp_path, "record", 9, "pthread_create") == {"pthread_create"}
 
 
 @pytest.mark.slow

@@ -105,6 +105,11 @@ def test_a_join_gives_up_on_a_blocked_thread(budget: ExitBudget) -> None:
     assert background.join(thread, LONG_S)
 
 
+def test_a_join_with_a_thread_that_could_not_be_started(budget: ExitBudget) -> None:
+    """It has ended. ``threading`` would raise an error, at a time when only cleaning up is left."""
+    assert background.join(threading.Thread(target=print), LONG_S)
+
+
 def test_a_lock_that_another_thread_holds(budget: ExitBudget) -> None:
     """The block runs all the same, and learns that it does not hold the lock."""
     lock, held, release = threading.Lock(), threading.Event(), threading.Event()
