@@ -150,6 +150,19 @@ def test_processes_whose_ranks_are_not_known(tmp_path: Path) -> None:
                 *(call(rank, 4, ALL_GATHER) for rank in range(3)),
             ],
         ),
+        (
+            "a second attempt counts from the beginning again, in processes of the same numbers",
+            [
+                *(call(rank, 4) for rank in range(4)),
+                *(call(rank, 5) for rank in range(3)),
+                *(call(rank, 0, ALL_GATHER) for rank in range(4)),
+                *(call(rank, 5, ALL_GATHER) for rank in range(4)),
+            ],
+        ),
+        (
+            "a reduction that the program made has another number in each process",
+            [call(rank, 4).replace(" op 0 ", f" op {5 + rank} ") for rank in range(4)],
+        ),
         ("all is well", [call(rank, number) for number in range(9) for rank in range(4)]),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

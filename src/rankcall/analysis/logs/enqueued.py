@@ -84,7 +84,10 @@ def _communicators(case: Case) -> Iterator[_Communicator]:
         else:
             calls = unnamed.setdefault(call.size, {})
             pointers[call.size, process].add(call.pointer)
-        calls.setdefault(process, []).append(call)
+        earlier = calls.setdefault(process, [])
+        if earlier and call.number < earlier[-1].number:
+            earlier.clear()  # it counts from the beginning again: another attempt of the job
+        earlier.append(call)
     for (_, size), calls in named.items():
         found = _Communicator(size, calls, is_named=True)
         if len(calls) <= size and found.counts_alike:

@@ -42,6 +42,7 @@ _PEER = re.compile(
     r"(?:peer|to|from) (?:([\w.:%-]{1,253}<\d{1,6}>)|([\w.-]{1,253})(?=\s*$| with status))"
     r"|remote GIDs? ?([\da-fA-F:.]{3,45})"
 )
+_OWN_REDUCTION = re.compile(r"\bop (?:[5-9]|\d{2,20})\b")  # NCCL has five
 _FAR = 300  # bytes of a host and its process
 # It begins with words without a choice, so that the search for them is fast.
 _REPEATED = re.compile(rb"CCL INFO (\w{3,20}): opCount [^\n]{60,220}? comm (0x[\da-f]{1,16}) ")
@@ -81,7 +82,8 @@ def _enqueued(line: Line, match: re.Match[str]) -> Fact | None:
         size,
         int(match[5], 16),
         op_name(match[4]),
-        match[6],
+        # A reduction that the program has made has a number of its own in each process.
+        _OWN_REDUCTION.sub("op custom", match[6]),
         int(match[9] or -1),
     )
 
