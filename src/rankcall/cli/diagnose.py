@@ -77,9 +77,10 @@ def command(
         typer.Option(
             "--node",
             help="Show what the kernel of this node reported in the last day (Xid, lack of memory, "
-            "lost links), if it may be read, and of which devices NVML reports trouble. The "
-            "verdict does not rest on it. If a running job hangs on a device of this node, what "
-            "there is to tell is shown without asking.",
+            "lost links), if it may be read, of which devices NVML reports trouble, and what the "
+            "kubelet, the raylet and docker say of processes that failed. The verdict does not "
+            "rest on it. If a running job hangs on a device of this node, what there is to tell is "
+            "shown without asking.",
         ),
     ] = False,
     log: Annotated[
