@@ -132,7 +132,7 @@ class Page:
             Route("/events", self._checked(self.events)),
             Route("/stacks", self._checked(self.stacks_form), methods=["POST"]),
             Route("/profiles", self._checked(self.profiles_form), methods=["POST"]),
-            Route("/profiles/{rank:int}", self._checked(self.profile)),
+            Route("/profiles/{rank}", self._checked(self.profile)),
             Route("/api/diagnosis", self._checked(self.diagnosis)),
             Route("/api/figures", self._checked(self.figures)),
             Route("/api/stacks", self._checked(self.stacks), methods=["GET", "POST"]),
@@ -282,13 +282,13 @@ class Page:
         """Return the newest profile of a rank, for a viewer of such files."""
         look = (await self.shared.newest()).look
         taken = look.profiles.taken if look.profiles else ()
-        rank = request.path_params["rank"]
+        rank = request.path_params["rank"]  # text: a number may have thousands of digits
         for profile in taken:
-            if profile.header.rank == rank and profile.path is not None:
+            if str(profile.header.rank) == rank and profile.path is not None:
                 return _File(
                     profile.path, media_type="application/json", filename=profile.path.name
                 )
-        return PlainTextResponse(f"rank {rank} has no profile here\n", 404)
+        return PlainTextResponse("that rank has no profile here\n", 404)
 
     def _download(self, name: str) -> Handler:
         kind, attempt = KINDS[name], self.shared.run.attempt
