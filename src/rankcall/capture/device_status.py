@@ -55,7 +55,7 @@ import torch
 from rankcall import background
 
 NO_NUMBER = -1
-_MOST_MISSES = 3  # looks without any status of a group: its back end keeps none
+_MOST_MISSES = 3  # looks without a status of a group: its back end keeps none after all
 _SETTLED_NS = 2_000_000_000  # an op that is older was not overlooked between two looks
 _MOST_OPS = 1 << 16  # of a group, in case that its back end never says that any has completed
 # For a look that another thread has begun. It calls into the back end, which may hang with the
@@ -329,9 +329,9 @@ class _GroupOps:
                     op.start = state
                     yield op.noted.record, state
 
-    def overlook(self) -> None:
-        """Note that the back end returned no status of this group."""
-        self._misses += 1
+    def overlook(self, *, for_good: bool) -> None:
+        """Note that the back end returned no status of this group, and whether it keeps none."""
+        self._misses = _MOST_MISSES if for_good else self._misses + 1
 
     def take_undecidable(self) -> list[DeviceOp]:
         """Take out the ops whose end will not be known, and return them."""
@@ -439,7 +439,9 @@ class DeviceStatus:
                 for record, state in ops.starts(status[uid].started):
                     self._capture.start_device_ops([record], now_ns if state > 0 else state)
             else:
-                ops.overlook()
+                # A verdict must not take an op for one that hangs until its end is given up. So no
+                # further look is awaited if the back end has no number in the status.
+                ops.overlook(for_good=uid is None)
             self._close(ops.take_undecidable())
 
     def close(self) -> None:
