@@ -97,7 +97,7 @@ def _agent_class(supervisor: Supervisor) -> type:
             self._nodes = self._rendezvous_of_job.nodes
             budget = self._remaining_restarts
             number = self._rendezvous_of_job.round(default=spec.max_restarts - budget)
-            supervisor.before_start(number)
+            supervisor.before_start(number, self._rendezvous_of_job)
             # torch numbers an attempt by the restarts that this node has caused itself. Nodes would
             # then number it differently, and the workers, who look for each other below that
             # number in the store ("/worker/attempt_3"), would never meet.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankcall.run.bars import Bar, decode_bar, encode_bar
+from rankcall.whole_numbers import whole_number
 
 # How long a barred node waits for the others before it is let in because the job needs it. The
 # others may be between two attempts. torch waits as long for late nodes (``last_call_timeout``).
@@ -143,6 +144,15 @@ class Rendezvous:
             if is_signal(error):
                 raise
             return []
+
+    def tell_saved(self, step: int) -> None:
+        """Tell the other nodes from which step the job goes on. Raises what the store raises."""
+        self.store().set("saved", str(step))
+
+    def saved(self) -> int | None:
+        """Return the step from which the job goes on, if a node has told. Raises as the store."""
+        store = self.store()
+        return whole_number(bytes(store.get("saved")).decode()) if store.check(["saved"]) else None
 
     def store(self) -> Any:
         """Return the part of the job's store that belongs to rankcall's agents."""

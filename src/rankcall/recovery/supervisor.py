@@ -130,13 +130,22 @@ class Supervisor:
         self._blamed_ns = 0
         self._blamed = 0  # how often a rank of this node was the culprit, and not the program
         self._saved = -1  # the step of the job from which the present attempt went on, if known
+        self._tells = False  # whether a rank of this node has said what it saved
+        self._has_told = True  # whether the other nodes know what it said last
 
     def close(self) -> None:
         """Answer other nodes no more: the agent ends."""
         self._links.close()
 
-    def before_start(self, restart: int) -> None:
-        """Note that an attempt's workers are about to be started. They inherit the environment."""
+    def before_start(self, restart: int, rendezvous: Rendezvous | None = None) -> None:
+        """Note that an attempt's workers are about to be started. They inherit the environment.
+
+        Args:
+            restart: The number of the attempt.
+            rendezvous: The rendezvous that all nodes have come to, if it has a store for agents.
+        """
+        if rendezvous is not None and rendezvous.is_dynamic:
+            self._hear_saved(rendezvous)
         os.environ[FILE_VARIABLE] = str(self._file)
         if not self._attempt.started_ns:
             self._end_leftovers()  # of an agent on this node that was killed
@@ -217,6 +226,7 @@ class Supervisor:
         """
         if not rendezvous.is_dynamic:
             return
+        self._tell_saved(rendezvous)
         try:
             bar = self._bar(rendezvous)
             if bar is None:
@@ -238,6 +248,33 @@ class Supervisor:
         again = f". To let it in again: rankcall unbar {node} {self._run_dir}" if lasts else ""
         self._say(f"{node} leaves the job{until}: {bar.reason}{again}")
         raise NodeBarred(bar.reason)
+
+    def _tell_saved(self, rendezvous: Rendezvous) -> None:
+        """Tell the other nodes what this one knows from its ranks: the step that was saved last.
+
+        Without it, the others would count the steps of each attempt from 0, and take two failures
+        for one that repeats which came after as many steps.
+        """
+        if self._has_told:
+            return
+        try:
+            rendezvous.tell_saved(self._saved)
+            self._has_told = True
+        except Exception as error:  # what the store raises; torch tells of it in a moment
+            if is_signal(error):
+                raise
+            logger.warning("the other nodes cannot be told of the last checkpoint: %s", error)
+
+    def _hear_saved(self, rendezvous: Rendezvous) -> None:
+        """Take the step from which all nodes go on. Each has told it before it came here."""
+        try:
+            saved = rendezvous.saved()
+        except Exception as error:
+            if is_signal(error):
+                raise
+            saved = None
+        if saved is not None:
+            self._saved = saved
 
     def _bar(self, rendezvous: Rendezvous) -> Bar | None:
         """Return the bar of this node that holds now: a new one, or one from the run or store."""
@@ -365,14 +402,16 @@ class Supervisor:
         Each process counts its own steps. The step of the job is known once a program has said
         which one it saved: an attempt goes on from the newest checkpoint.
         """
+        since = cause.steps
         if cause.saved >= 0:
-            self._saved, lost = cause.saved, cause.since_saved
-        else:
-            lost = cause.steps if self._saved >= 0 else -1
+            self._saved, since = cause.saved, cause.since_saved
+            self._tells, self._has_told = True, False
+        # A rank of another node may have saved a later step than the attempt went on from.
+        lost = since if self._tells else -1
         if self._saved < 0:
             step, progressed = cause.steps, cause.steps > 0
         else:
-            step = self._saved + lost
+            step = self._saved + since
             progressed = step > max((earlier.step for earlier in self._earlier), default=0)
         failure = Failure(
             cause.signature,

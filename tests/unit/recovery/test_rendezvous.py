@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ import pytest
 
 from rankcall.background import BackgroundCall
 from rankcall.recovery import rendezvous as module
+from rankcall.recovery.failures import Cause
 from rankcall.recovery.policy import Limits
 from rankcall.recovery.rendezvous import Rendezvous
 from rankcall.recovery.supervisor import NodeBarred, Supervised, Supervisor
 from rankcall.run.bars import bar_of, newest, note_bar, read_bars
-from rankcall.run.recoveries import FILE_VARIABLE, NodeChecked, read_recoveries
+from rankcall.run.recoveries import FILE_VARIABLE, NodeChecked, Signature, read_recoveries
 
 WAIT_S = 60.0
+CAUSE = Cause(Signature("missing"), "unclear", (), "", 0, -1, 0, 0, 0, 0, "")
 
 
 class Node:
@@ -182,6 +185,30 @@ def test_a_node_that_is_not_well(
 def checked_in(run_dir: Path) -> list[NodeChecked]:
     """Return how nodes were when they were checked, in that order."""
     return [checked for agent in read_recoveries(run_dir) for checked in agent.checks]
+
+
+def test_all_nodes_know_the_step_of_the_job(
+    nodes: Callable[[str, int, int], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one node has the rank that tells of its checkpoints. The others hear of them."""
+    first, second = nodes("node-a", 2, 2), nodes("node-b", 2, 2)
+    steps = []
+    for saved, since in ((1000, 7), (-1, 3), (1100, 3)):
+        meet(first, second)
+        for node in (first, second):
+            node.supervisor.before_start(0, node.rendezvous)
+        told = replace(CAUSE, saved=saved, since_saved=since, steps=since)
+        heard = replace(CAUSE, saved=-1, since_saved=0, steps=since)
+        found = [first.supervisor._failure(told), second.supervisor._failure(heard)]
+        steps.append([failure.step for failure, _ in found])
+        assert [lost for _, lost in found] == [since, -1]
+    # In the first attempt, the other node has not heard anything.
+    assert steps == [[1007, 7], [1003, 1003], [1103, 1003]]
+    meet(first, second)
+    second.supervisor.before_start(0, second.rendezvous)
+    assert second.supervisor._failure(heard)[0].step == 1103
+    second.rendezvous.store().set("saved", "1e9")
+    assert second.rendezvous.saved() is None
 
 
 def test_a_store_that_does_not_answer_a_check(
