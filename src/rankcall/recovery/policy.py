@@ -12,8 +12,8 @@ The table ends every job of one node:
   the job. Then the job is restarted at most ``max_recoveries`` times, however long that takes.
 
 A test tries both for all orders of failures (``tests/unit/recovery/test_policy_model.py``). On
-several nodes, the program may tell on one node only. The others then limit the restarts within a
-window of time. If it tells on no node, that window is the only limit.
+several nodes, the program may tell on one node only, which lets the others know before each
+attempt. If it tells on no node, a window of time is the only limit of restarts.
 """
 
 from __future__ import annotations
