@@ -979,3 +979,28 @@ def test_records_that_were_wrapped_before_they_were_collected(
     path = tmp_path / "job.log"
     path.write_text("\n".join(COLLECTORS[collector](n, part) for n, part in enumerate(parts)))
     assert judged(path) == ("dead", (1,))
+
+
+@pytest.mark.parametrize("limit", ["_MOST_LINES", "_MOST_KEPT"])
+def test_exceptions_all_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """A job that catches exceptions by the thousand still says at the end why it failed."""
+    most = 2000 if limit == "_MOST_LINES" else 100_000
+    monkeypatch.setattr(f"rankcall.imports.logs.reading.{limit}", most)
+    lines, kind, ranks = LOGS["nccl-missing"]
+    caught = [
+        "Traceback (most recent call last):",
+        '  File "/job/x.py", line 1, in load',
+        "KeyError",
+    ]
+    steps = [f"step {step}" for step in range(300)]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([*[*caught, *steps] * 100, *lines, ""]))
+    diagnosis = diagnose_logs([path])
+    assert (diagnosis.findings[0].kind, diagnosis.findings[0].ranks) == (kind, ranks)
+    (problem,) = diagnosis.problems
+    assert "in its middle are left out" in problem
+    log = Log(path)
+    kept = [line for run in log.excerpts(markers()) for line in run]
+    assert len(kept) + log.left_out == 100 * 303 + len(lines)
+    assert len(kept) <= most + 2 * 4096
+    assert log.count == 100 * 303 + len(lines)

@@ -190,6 +190,9 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
             log_facts.problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
             unreadable += 1
         reader.end()
+        if log.left_out:
+            many = f"{log.left_out:,} lines about failures in its middle are left out"
+            log_facts.problems.append(Problem(ProblemKind.LIMITED, f"{log.name}: {many}"))
         if log.cut:
             text = f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
             log_facts.problems.append(Problem(ProblemKind.LIMITED, text))

@@ -40,6 +40,7 @@ _MOST_WORDS = 64  # that polars searches for in one pass with vector instruction
 _MOST_BYTES = 1 << 36  # of one log; a small compressed file can hold any number
 _MOST_LINES = 400_000  # of one log that are kept; 1,024 ranks write about 40,000 with their context
 _MOST_KEPT = 1 << 26  # bytes of them
+_MOST_TOGETHER = 1 << 12  # adjacent ones that are kept or left out together
 _MOST_LINE = 1 << 14  # bytes of a line; the longest message lists the shapes of a collective
 _LONGEST_PIECE = 1 << 24  # of a line that is searched at once; nobody reads longer lines
 _HEAD_LINES = 1000  # of the beginning, from which the prefixes of a log are learnt
@@ -82,6 +83,7 @@ class Log:
     Attributes:
         count: The lines read so far.
         cut: Whether the log has more than this module looks at.
+        left_out: The lines of interest in its middle that are too many.
         head: The first lines that are not empty, from which ``prefixes`` learns what stands before
             each line, and ``wrapping`` whether they are wrapped.
         is_short: Whether ``head`` has all lines that are not empty.
@@ -92,6 +94,7 @@ class Log:
     index: int = 0
     count: int = 0
     cut: bool = False
+    left_out: int = 0
     head: list[RawLine] = field(default_factory=list)
     is_short: bool = False
     newest: list[RawLine] = field(default_factory=list)
@@ -126,20 +129,26 @@ class Log:
             ) from error
 
     def _runs(self, lines: Iterator[RawLine]) -> Iterator[list[RawLine]]:
-        """Put adjacent lines together; stop when too much has been kept."""
-        run: list[RawLine] = []
-        kept = size = 0
-        for line in lines:
-            kept, size = kept + 1, size + len(line.text)
-            if kept > _MOST_LINES or size > _MOST_KEPT:
-                self.cut = True
-                break
-            if run and line.number != run[-1].number + 1:
+        """Put adjacent lines together; of too many, leave those in the middle out.
+
+        A job may write exceptions all along that it catches, and says at the end why it failed.
+        """
+        newest: deque[list[RawLine]] = deque()
+        kept = size = 0  # of the first half of what may be kept, then of the newest runs
+        is_first = True
+        for run in _adjacent(lines):
+            kept, size = kept + len(run), size + sum(len(line.text) for line in run)
+            if is_first:
                 yield run
-                run = []
-            run.append(line)
-        if run:
-            yield run
+                if kept > _MOST_LINES // 2 or size > _MOST_KEPT // 2:
+                    is_first, kept, size = False, 0, 0
+                continue
+            newest.append(run)
+            while len(newest) > 1 and (kept > _MOST_LINES // 2 or size > _MOST_KEPT // 2):
+                oldest = newest.popleft()
+                kept, size = kept - len(oldest), size - sum(len(line.text) for line in oldest)
+                self.left_out += len(oldest)
+        yield from newest
 
     def _of_interest(self, file: IO[bytes], search: Search, newest: _Newest) -> Iterator[RawLine]:
         """Yield the lines to keep. ``left`` counts the lines that a message still has."""
@@ -261,6 +270,18 @@ class Search:
             for start, offsets in zip(starts, offsets_by_row.to_list(), strict=True):
                 places += [start + offset for offset in offsets or ()]
         return sorted(places)
+
+
+def _adjacent(lines: Iterator[RawLine]) -> Iterator[list[RawLine]]:
+    """Yield runs of adjacent lines, each of a bounded length."""
+    run: list[RawLine] = []
+    for line in lines:
+        if run and (line.number != run[-1].number + 1 or len(run) >= _MOST_TOGETHER):
+            yield run
+            run = []
+        run.append(line)
+    if run:
+        yield run
 
 
 class _Places(NamedTuple):
