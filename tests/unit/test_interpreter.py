@@ -138,7 +138,9 @@ STARTS = {
     ("cli/environment.py", "str(_HOOK)"): "a file of ours, by its absolute path",
     ("cli/exec.py", "args"): "the user's command",
     ("imports/node.py", "[path, *options]"): "a program of the system, found on a fixed path",
-    ("recovery/health.py", "['/bin/sh', '-c', command]"): "the user's command",
+    ("recovery/health.py", "command"): (
+        "the user's command; or a file of ours by its path with -I, which imports nothing from here"
+    ),
     ("run/profiles.py", "command"): "py-spy, which is no Python program",
     ("run/stacks.py", "[spy, 'dump', *options, '--pid', str(header.pid)]"): "py-spy",
     ("serve/downloads.py", "['nice', '-n', '10', *command] if shutil.which('nice') else command"): (
