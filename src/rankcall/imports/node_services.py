@@ -24,6 +24,7 @@ __all__ = ["ServiceLine", "lines_of_services"]
 _RAYLET = Path("/tmp/ray/session_latest/logs")
 _TAIL_BYTES = 1 << 20  # of a log of the raylet
 _MOST_EVENTS = 10_000
+_YEAR_9999 = 253_370_764_800.0  # in seconds since 1970: later times cannot be written as a date
 _NAME = 80  # characters of a container's name
 _JOURNAL = re.compile(r"(\d{1,12}\.\d{1,9}) \S{1,253} kubelet\S{0,20}: (.*)")
 _RAY_TIME = re.compile(
@@ -47,7 +48,7 @@ def lines_of_services(since: float, output: Output, *, containers: bool) -> list
     lines: list[ServiceLine] = []
     for ask in (_kubelet, _raylet, *((_docker,) if containers else ())):
         try:
-            lines += [line for line in ask(since, output) if line[0] >= since]
+            lines += [line for line in ask(since, output) if since <= line[0] < _YEAR_9999]
         except (OSError, subprocess.SubprocessError):
             continue
     return sorted(lines)
@@ -74,8 +75,10 @@ def _raylet(since: float, output: Output) -> Iterator[ServiceLine]:
         for line in _tail(_RAYLET / name):
             match = _RAY_TIME.match(line)
             if match and any(pattern.search(line) for pattern in _OF_RAY):
-                # In the time zone of this node.
-                moment = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
+                try:  # in the time zone of this node
+                    moment = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
+                except (ValueError, OverflowError):  # there is no such day
+                    continue
                 yield moment, f"raylet: {line[match.end() :]}"
 
 

@@ -49,6 +49,7 @@ def test_the_journal_of_the_kubelet() -> None:
             f"{NOW + 2:.6f} node-a kubelet[99]: {EVICTED}",
             f"{NOW + 3:.6f} node-a kubelet[99]: Started container",
             f"{NOW + 4:.6f} node-a sshd[1]: {EVICTED}",
+            f"999999999999.0 node-a kubelet[99]: {EVICTED}",
             "-- No entries --",
         ]
 
@@ -65,6 +66,7 @@ def test_the_log_of_the_raylet(tmp_path: Path) -> None:
     (tmp_path / "raylet.out").write_text(
         f"{head}{place}{KILLED}\n" + "x" * (1 << 20) + f"\n{old}{place}{KILLED}\n"
         f"{head}main.cc:1: started\n{head}{place}{KILLED}\n{KILLED}\n"
+        f"[2026-99-99 25:61:61,445 E 395 395] {place}{KILLED}\n"
     )
     lines = lines_of_services(NOW, silent, containers=False)
     assert lines == [(NOW + 5, f"raylet: {place}{KILLED}")]
