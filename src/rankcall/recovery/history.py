@@ -30,10 +30,20 @@ def decided(agents: Sequence[Recoveries]) -> Sequence[AttemptEnd]:
     """Return the failures that one node's agent decided about: the one that decided most often.
 
     Each node's agent notes a failure that its workers had part in, and has only its own to judge
-    by. An agent also notes those restarts about which another node decided.
+    by. An agent also notes those restarts about which another node decided. Agents that had ended
+    before the last one began are those of earlier launchers, which may have failed more often.
     """
-    ends = [[end for end in agent.ends if end.rule in _FAILURES] for agent in agents]
-    return max(ends, key=len, default=[])
+    known = [
+        (agent, ends)
+        for agent in agents
+        if (ends := [end for end in agent.ends if end.rule in _FAILURES])
+    ]
+    if not known:
+        return []
+    last, last_ends = max(known, key=lambda pair: pair[1][-1].noticed_ns)
+    began_ns = min((start.epoch_ns for start in last.starts), default=last_ends[0].noticed_ns)
+    beside = [ends for _, ends in known if ends[-1].noticed_ns >= began_ns]
+    return max(beside, key=len)
 
 
 @dataclass(frozen=True)

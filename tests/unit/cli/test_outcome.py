@@ -15,7 +15,7 @@ from receiving import Receiver
 from rankcall.cli.outcome import keep_outcome
 from rankcall.job import notices
 from rankcall.run.outcome import OUTCOME, JobFailure, JobOutcome
-from rankcall.run.recoveries import AttemptEnd, Signature, file_of, note
+from rankcall.run.recoveries import AttemptEnd, AttemptStart, Signature, file_of, note
 from rankcall.testing import synthetic_run
 
 PAGE = Path(__file__).parents[3] / "docs/outcome.md"
@@ -60,6 +60,20 @@ def test_a_failure_that_came_back(run: Path) -> None:
     assert (failure["ranks"], failure["step"], failure["lost_steps"]) == ([1], 1200, 200)
     assert (failure["family"], content["failures"]) == ("program", 2)
     assert failure["hosts"]
+
+
+def test_an_earlier_launcher_that_failed_more_often(run: Path) -> None:
+    """The failures of the launcher that ran last count, with those of nodes beside it."""
+    hang = replace(END, signature=Signature("missing"), family="machine", culprits=(0, 2))
+    for number in range(4):
+        note(file_of(run, "node-a", 1), replace(hang, restart=number, noticed_ns=number + 1))
+    note(file_of(run, "node-a", 2), AttemptStart(0, 10))
+    note(file_of(run, "node-a", 2), replace(END, noticed_ns=12))
+    note(file_of(run, "node-a", 2), replace(END, restart=1, noticed_ns=14, rule="repeats"))
+    note(file_of(run, "node-b", 9), replace(hang, noticed_ns=13))
+    content = outcome(run, 65)
+    assert (content["failure"]["ranks"], content["failures"]) == ([1], 2)
+    assert "repeats at step 1,200" in content["reason"]
 
 
 def test_a_first_failure_of_the_program(run: Path) -> None:
