@@ -505,12 +505,18 @@ def test_a_log_without_trouble(tmp_path: Path) -> None:
 def test_a_log_with_no_end_of_messages_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only so many lines are parsed, and the report gives the number of the last one."""
+    """Only so many lines are parsed, and the report says how many are left out."""
     monkeypatch.setattr("rankcall.imports.logs.reading._MOST_LINES", 100)
+    monkeypatch.setattr("rankcall.imports.logs.reading._MOST_TOGETHER", 10)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
     diagnosis = verdict(tmp_path, lines)
-    assert any("not read beyond line" in problem for problem in diagnosis.problems)
-    assert "not read beyond line" in report.diagnosis_text(diagnosis)
+    text = "job.log: 890 lines about failures in its middle are left out"
+    assert diagnosis.problems == [text]
+    assert text in report.diagnosis_text(diagnosis)
+    monkeypatch.setattr("rankcall.imports.logs.reading._MOST_SEEN", 500)
+    (left_out, cut) = verdict(tmp_path, lines).problems
+    assert "390 lines" in left_out
+    assert "job.log: not read beyond line" in cut
 
 
 def test_logs_that_cannot_be_read(tmp_path: Path) -> None:

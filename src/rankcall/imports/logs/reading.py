@@ -40,6 +40,7 @@ _MOST_WORDS = 64  # that polars searches for in one pass with vector instruction
 _MOST_BYTES = 1 << 36  # of one log; a small compressed file can hold any number
 _MOST_LINES = 400_000  # of one log that are kept; 1,024 ranks write about 40,000 with their context
 _MOST_KEPT = 1 << 26  # bytes of them
+_MOST_SEEN = 20 * _MOST_LINES  # lines of interest, kept or not: what it takes to find them
 _MOST_TOGETHER = 1 << 12  # adjacent ones that are kept or left out together
 _MOST_LINE = 1 << 14  # bytes of a line; the longest message lists the shapes of a collective
 _LONGEST_PIECE = 1 << 24  # of a line that is searched at once; nobody reads longer lines
@@ -135,8 +136,12 @@ class Log:
         """
         newest: deque[list[RawLine]] = deque()
         kept = size = 0  # of the first half of what may be kept, then of the newest runs
-        is_first = True
+        seen, is_first = 0, True
         for run in _adjacent(lines):
+            seen += len(run)
+            if seen > _MOST_SEEN:
+                self.cut = True
+                break
             kept, size = kept + len(run), size + sum(len(line.text) for line in run)
             if is_first:
                 yield run
@@ -247,8 +252,6 @@ class Search:
                 default=0,
             )
             hits.append((start, follow))
-            if len(hits) > _MOST_LINES:
-                break
         return hits
 
     def _places(self, seen: bytes) -> list[int]:
