@@ -51,7 +51,7 @@ def enqueued_differently(case: Case) -> list[Finding]:
 
 def last_enqueued(case: Case) -> list[Fact]:
     """Return the last call of each rank on the largest communicator in which they differ."""
-    communicators = sorted(_communicators(case), key=lambda found: -found.size)
+    communicators = sorted(_communicators(case), key=lambda communicator: -communicator.size)
     for communicator in communicators:
         last = {process: calls[-1] for process, calls in communicator.calls.items()}
         ranks = _ranks(case, communicator)
@@ -89,15 +89,15 @@ def _communicators(case: Case) -> Iterator[_Communicator]:
             earlier.clear()  # it counts from the beginning again: another attempt of the job
         earlier.append(call)
     for (_, size), calls in named.items():
-        found = _Communicator(size, calls, is_named=True)
-        if len(calls) <= size and found.counts_alike:
-            yield found
+        communicator = _Communicator(size, calls, is_named=True)
+        if len(calls) <= size and communicator.counts_alike:
+            yield communicator
     largest = _largest(case)
     for size, calls in unnamed.items():
         is_one = len(calls) == size and all(len(pointers[size, process]) == 1 for process in calls)
-        found = _Communicator(size, calls, is_named=False)
-        if size == largest and is_one and found.counts_alike:
-            yield found
+        communicator = _Communicator(size, calls, is_named=False)
+        if size == largest and is_one and communicator.counts_alike:
+            yield communicator
 
 
 def _is_before(member: Member, call: Enqueued) -> bool:

@@ -322,7 +322,7 @@ class _Newest:
                 starts[newest_of(block, match)].append(match.start())
             if starts:
                 self._blocks.append(_Places(block, count, dict(starts)))
-                self._newer.update({key: len(found) for key, found in starts.items()})
+                self._newer.update({key: len(places) for key, places in starts.items()})
                 self._size += len(block)
         while self._size > _MOST_RECENT:
             self._drop_oldest()
@@ -330,13 +330,13 @@ class _Newest:
     def _drop_oldest(self) -> None:
         block, count, starts = self._blocks.popleft()
         self._size -= len(block)
-        self._newer.subtract({key: len(found) for key, found in starts.items()})
+        self._newer.subtract({key: len(places) for key, places in starts.items()})
         self._newer = +self._newer
         share = self._share(len(self._newer.keys() | starts.keys() | self._kept.keys()))
         wanted: dict[int, Hashable] = {}
-        for key, found in starts.items():
+        for key, places in starts.items():
             few = share - self._newer[key]
-            wanted.update(dict.fromkeys(found[-few:] if few > 0 else (), key))
+            wanted.update(dict.fromkeys(places[-few:] if few > 0 else (), key))
         last = 0
         for at in sorted(wanted):
             begin = block.rfind(b"\n", 0, at) + 1
