@@ -43,8 +43,9 @@ class Sampler:
         """Begin with nothing counted; ``look`` is that of the capture."""
         self._ring = ring
         self._writer = SampleWriter(ring, geometry)
-        self._moments = Moments(look, self._read_times)
         self._times: dict[int, ThreadTimes] = {}  # by thread: read at the newest look
+        # No method of ours: a cycle would keep the ring mapped after the recording's end.
+        self._moments = Moments(look, partial(_note_times, self._times))
         self._has_disk_waits = False
         self._run_queue = RunQueue(_switches_of)
         self._gc_ns = self._full_gc_ns = self._gc_began_ns = self._gc_ended_ns = 0
@@ -104,12 +105,6 @@ class Sampler:
         self._write_names()
         self._writer.write(time.monotonic_ns(), thread, counters)
 
-    def _read_times(self, thread: int) -> ThreadTimes | None:
-        times = _times_of(thread)
-        if times is not None:
-            self._times[thread] = times
-        return times
-
     def _write_names(self) -> None:
         names = named_phases.names()
         if names != self._names:
@@ -148,6 +143,14 @@ def _times_of(thread: int) -> ThreadTimes | None:
     """Return how long a thread of this process was on a CPU, and in a run queue."""
     times = _read(f"/proc/self/task/{thread}/schedstat", _running_and_queued)
     return ThreadTimes(**times) if times else None
+
+
+def _note_times(known: dict[int, ThreadTimes], thread: int) -> ThreadTimes | None:
+    """Return a thread's times, and keep them in ``known``."""
+    times = _times_of(thread)
+    if times is not None:
+        known[thread] = times
+    return times
 
 
 def _running_and_queued(raw: bytes) -> dict[str, int]:

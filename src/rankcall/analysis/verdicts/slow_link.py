@@ -4,7 +4,7 @@ A transfer begins when both ends (all members) have come. Even the quick transfe
 are slow, so the lower quartile is compared: a busy moment says nothing about a link. On a machine
 that is busy all the time, the quartiles of equal links differ by chance as well. So a slow link's
 transfers must also take longer than those of the others more often than chance would have it, and
-cost some part of the time.
+cost some part of the time, and not too little of it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ _PEERS = 2  # least number of other links of the kind
 # this bound, and 10 with it.
 _CHANCE = 0.01
 _COST = 0.01  # of the time on record: what a link's transfers take longer than usual, together
+# A second says nothing about a link, because transfers are not independent of each other: while a
+# rank has no CPU, all of its transfers are slow. As for stragglers.
+_LEAST_SPAN_S, _LEAST_COST_S = 1.0, 0.2
 
 Key = tuple[int, ...]
 
@@ -135,6 +138,9 @@ def _where_to_look(snapshot: Snapshot, ranks: Sequence[int]) -> str:
 def slow_links(recent: RecentCalls) -> list[LinkTimes]:
     """Return the links that are slower than others of the same op, size class and member count."""
     snapshot, tables, clocks = recent.snapshot, recent.tables, recent.clocks
+    if recent.seconds < _LEAST_SPAN_S:
+        return []
+    least_s = max(_LEAST_COST_S, _COST * recent.seconds)
     kinds: dict[Key, dict[tuple[int, ...], list[float]]] = defaultdict(dict)
     for table in tables:
         for kind, times in _transfers(table, clocks).items():
@@ -146,7 +152,7 @@ def slow_links(recent: RecentCalls) -> list[LinkTimes]:
         link
         for kind, links in kinds.items()
         for link in _outliers(snapshot, kind, links)
-        if (link.seconds - link.usual) * link.count >= _COST * recent.seconds
+        if (link.seconds - link.usual) * link.count >= least_s
     ]
     best: dict[tuple[int, ...], LinkTimes] = {}
     for link in sorted(outliers, key=lambda link: -link.seconds / link.usual):

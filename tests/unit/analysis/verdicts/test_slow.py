@@ -93,6 +93,27 @@ def test_slow_link(tmp_path: Path) -> None:
     assert findings[0].hosts == ("node-1",)
 
 
+@pytest.mark.parametrize(
+    ("steps", "slow_ms", "is_told"),
+    [(200, 12.0, True), (60, 12.0, False), (200, 2.8, False), (400, 2.8, True)],
+)
+def test_a_second_says_nothing_about_a_link(
+    tmp_path: Path, steps: int, slow_ms: float, is_told: bool
+) -> None:
+    """A job of less than a second, or a link that cost less than 0.2 s, is not judged.
+
+    A pipeline of a second, whose ranks waited for a CPU, was said to have a slow link.
+    """
+    families = {"slow": [PAIRS["tp"][2]], "fast": [p for p in PAIRS["tp"] if p != PAIRS["tp"][2]]}
+    program = (
+        Op("all_reduce", 1 << 20, "fast", line=5, transfer_ms=1.0),
+        Op("all_reduce", 1 << 20, "slow", line=5, transfer_ms=slow_ms),
+    )
+    pace = Pace(compute_ms=10.0)
+    diagnosis = look(tmp_path, 8, steps, groups=families, program=program, hosts=2, pace=pace)
+    assert [finding.ranks for finding in diagnosis.findings] == ([(4, 5)] if is_told else [])
+
+
 # How long the messages between neighbours of a pipeline of four equal stages took, once both ends
 # had come, in ms: on two cores that some 20 processes shared (2026-11-26, load average 15).
 NOISY_MS = (
