@@ -47,6 +47,14 @@ inline std::optional<c10::Stream> stream_to_time(c10::Device device) {
   return stream;
 }
 
+// dlsym moved into libc itself in glibc 2.34. By its older version, a module that was compiled on a newer system
+// also runs on those for which torch's own wheels are made.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver dlsym,dlsym@GLIBC_2.17");
+#endif
+
 // While one lives, this thread may ask for events beside a capture. CUDA invalidates a capture in its
 // default mode if any thread asks for any event, unless that thread has left the mode. Ours are never
 // captured, so that no answer can depend on the graph.
