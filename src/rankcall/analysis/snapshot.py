@@ -288,16 +288,31 @@ def failed_for_good(calls: Calls) -> Bools:
     failed: Bools = calls["status"] == FAILED
     if not failed.any():
         return failed
-    lasting = failed
     for column in ("group", "thread"):
-        keys = np.stack([calls["rank"].astype(np.int64), calls[column].astype(np.int64)])
-        distinct, which = np.unique(keys, axis=1, return_inverse=True)
-        which = which.ravel()
-        newest = np.full(distinct.shape[1], -1, np.int64)
-        done = calls["status"] == COMPLETED
-        np.maximum.at(newest, which[done], calls["index"][done])
-        lasting = lasting & (calls["index"] > newest[which])
-    return lasting
+        failed = failed & ~_went_on(calls, column)
+    return failed
+
+
+def _went_on(calls: Calls, column: str) -> Bools:
+    """Return after which calls a later one has completed, of the same rank and ``column``."""
+    keys = np.stack([calls["rank"].astype(np.int64), calls[column].astype(np.int64)])
+    distinct, which = np.unique(keys, axis=1, return_inverse=True)
+    which = which.ravel()
+    newest = np.full(distinct.shape[1], -1, np.int64)
+    done = calls["status"] == COMPLETED
+    np.maximum.at(newest, which[done], calls["index"][done])
+    went_on: Bools = calls["index"] < newest[which]
+    return went_on
+
+
+def _left_behind(calls: Calls) -> Bools:
+    """Return which sends in flight are not where their rank is: their thread has gone past them.
+
+    A send from the host that does not block is noted as ended when its caller waits for it, and
+    that may be many calls later.
+    """
+    sends: Bools = unfinished(calls) & (calls["op"] == SEND) & (calls["flags"] & FLAG_DEVICE == 0)
+    return sends & _went_on(calls, "thread") if sends.any() else sends
 
 
 def invalid_calls(calls: Calls) -> Bools:
@@ -325,12 +340,12 @@ class Standings(NamedTuple):
 def standings(calls: Calls) -> Standings:
     """Return where each rank stands. Whatever shows a rank's place takes it from here.
 
-    A rank is in the oldest call that it is stuck in. Otherwise it stands with its newest call: it
-    has left that, or the end is not known.
+    A rank is in the oldest call that it is stuck in. Otherwise it stands with its newest call, but
+    for sends that it has left behind: it has left that call, or the end is not known.
     """
-    unknown, failed = end_unknown(calls), failed_for_good(calls)
-    stuck = (unfinished(calls) & ~unknown) | failed
-    order = np.lexsort((calls["index"], ~stuck, calls["rank"]))
+    unknown, failed, behind = end_unknown(calls), failed_for_good(calls), _left_behind(calls)
+    stuck = (unfinished(calls) & ~unknown & ~behind) | failed
+    order = np.lexsort((calls["index"], ~behind, ~stuck, calls["rank"]))
     _, first = np.unique(calls["rank"][order], return_index=True)
     last = np.append(first[1:], len(order))[: len(first)] - 1
     rows = np.where(stuck[order[first]], order[first], order[last])

@@ -12,7 +12,7 @@ import pytest
 from diagnosing import diagnose_calls
 from worlds import MS, Call
 
-from rankcall.analysis.snapshot import CALL, NOTICED_S, RankPosition, standings
+from rankcall.analysis.snapshot import CALL, NOTICED_S, SEND, RankPosition, standings
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.encoding import encode
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, STATUSES
@@ -40,6 +40,7 @@ JUST_ISSUED = call("enqueued", NEW, FLAG_DEVICE)
 JUST_STARTED = call("started", NEW, FLAG_DEVICE)
 NEVER_WAITED_FOR = call("started", OLD, FLAG_ABANDONED)
 CLOSED = call("enqueued", OLD, FLAG_DEVICE | FLAG_ABANDONED)
+SENT = call("started", OLD, op=SEND)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,15 @@ CLOSED = call("enqueued", OLD, FLAG_DEVICE | FLAG_ABANDONED)
         ([CLOSED, ON_DEVICE, JUST_ISSUED], 1, "in"),
         ([DONE, FAILED], 1, "failed"),
         ([FAILED, DONE], 1, "left"),
+        ([DONE, SENT], 1, "in"),
+        ([SENT, DONE], 1, "left"),  # it was not waited for yet
+        ([SENT, SENT, DONE], 2, "left"),
+        ([DONE, SENT, DONE | {"thread": 7}], 1, "in"),  # another thread has gone on
+        ([SENT, DONE, ON_CPU], 2, "in"),
+        ([SENT, DONE, SENT], 2, "in"),
+        ([ON_CPU, DONE], 0, "in"),
+        ([SENT | {"status": STATUSES.index("failed")}, DONE], 1, "left"),
+        ([SENT, DONE, JUST_ISSUED], 2, "end_unknown"),
     ],
 )
 def test_where_a_rank_stands(calls: list[dict[str, Any]], at: int, how: str) -> None:

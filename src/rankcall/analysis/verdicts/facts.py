@@ -75,7 +75,8 @@ class Relation(str, Enum):
     WAITS_IN_TURN = "waits_in_turn"  # for ranks that are held up
     WAITS_FOR = "waits_for"  # ranks are in the call, and others have not come to it
     LAST_LEFT = "last_left"  # the rank's newest call, which has ended
-    LAST_IS_IN = "last_is_in"  # the call that the rank is in: its oldest that has not ended
+    # The call that the rank is in: its oldest that has not ended. No send that it left behind.
+    LAST_IS_IN = "last_is_in"
     LAST_ISSUED = "last_issued"  # the rank's newest call, whose end is not known
     LAST_FAILED = "last_failed"  # the call that failed on the rank
     ISSUED_NOTHING = "issued_nothing"  # the rank has no call on record

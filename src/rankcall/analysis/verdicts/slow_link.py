@@ -109,6 +109,16 @@ class LinkTimes:
     count: int
     compared: int
 
+    @property
+    def cost_s(self) -> float:
+        """By how much all of its transfers together took longer than those of the others, s."""
+        return (self.seconds - self.usual) * self.count
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The ranks that its transfers keep from going on. A sender may go on before the end."""
+        return self.ranks[1:] if self.op == "send" else self.ranks
+
 
 def _slow(snapshot: Snapshot, link: LinkTimes) -> Fact:
     """Return how slow a link is beside the others of its kind. A message has a direction."""
@@ -152,7 +162,7 @@ def slow_links(recent: RecentCalls) -> list[LinkTimes]:
         link
         for kind, links in kinds.items()
         for link in _outliers(snapshot, kind, links)
-        if (link.seconds - link.usual) * link.count >= least_s
+        if link.cost_s >= least_s
     ]
     best: dict[tuple[int, ...], LinkTimes] = {}
     for link in sorted(outliers, key=lambda link: -link.seconds / link.usual):

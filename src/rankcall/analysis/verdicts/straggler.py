@@ -29,6 +29,7 @@ from rankcall.analysis.verdicts.finding import Finding, Predicate, less_sure
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.reasons import advice_for, reasons_for_lateness
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
+from rankcall.analysis.verdicts.slow_link import LinkTimes, slow_links
 from rankcall.analysis.waiting import waits_of
 from rankcall.record import FLAG_DEVICE, OPS
 from rankcall.ring.tables import both_lines
@@ -38,7 +39,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class Straggler(Kind):
-    """Ranks cause most of the waiting in a job that goes on, and do so all along."""
+    """Ranks cause most of the waiting in a job that goes on, and do so all along.
+
+    Not if a slow link does: it is a finding of its own.
+    """
 
     kind = "straggler"
     order = 80
@@ -51,6 +55,8 @@ class Straggler(Kind):
         if late is None:
             return
         snapshot, stragglers = recent.snapshot, late.stragglers
+        if any(_is_due_to(link, stragglers) for link in slow_links(recent)):
+            return
         place = _place(snapshot, late)
         reasons = reasons_for_lateness(snapshot, stragglers.ranks, stragglers.cost)
         site = both_lines(place.get("call_site", ""), place.get("user_line", ""))
@@ -72,6 +78,12 @@ class Straggler(Kind):
             "rankcall report has the figures.",
             **place,
         )
+
+
+def _is_due_to(link: LinkTimes, stragglers: Stragglers) -> bool:
+    """Tell whether a slow link keeps the ranks for half of the time that others wait for them."""
+    late_s = stragglers.cost * stragglers.span_s
+    return set(stragglers.ranks) <= set(link.kept) and link.cost_s >= 0.5 * late_s
 
 
 def _lateness_facts(

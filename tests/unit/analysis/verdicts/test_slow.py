@@ -150,3 +150,28 @@ def test_links_of_a_busy_machine(tmp_path: Path) -> None:
 def test_messages_between_equals_are_healthy(tmp_path: Path) -> None:
     """Links of equal speed are healthy."""
     assert look(tmp_path, 8, 200, program=MESSAGES, groups=PAIRS).findings == []
+
+
+@pytest.mark.parametrize("compute_ms", [0, 60, 600])
+def test_who_is_late_by_a_slow_link_is_no_straggler(tmp_path: Path, compute_ms: int) -> None:
+    """The link is named; its receiver only if it makes the others wait for more than the link does.
+
+    Each rank of a ring sends to the next one and receives from the one before. The link from 1 to
+    2 takes 200 ms, the others 1, and rank 2 computes before it sends.
+    """
+    ready, calls = [0] * 4, []
+    for step in range(1, 31):
+        sent = [now + (compute_ms * MS if rank == 2 else 0) for rank, now in enumerate(ready)]
+        for rank in range(4):
+            before, after = (rank - 1) % 4, (rank + 1) % 4
+            took = (200 if rank == 2 else 1) * MS
+            ready[rank] = max(sent[before], sent[rank]) + took
+            at, end = sent[rank], ready[rank]
+            calls += [
+                Call(rank, step, at, at + MS, "send", group=WORLD, peer=after, api="isend"),
+                Call(rank, step, at, end, "recv", group=WORLD, peer=before, api="recv"),
+            ]
+    diagnosis = diagnose(load(write_world(tmp_path, calls)))
+    named = {(finding.kind, finding.ranks) for finding in diagnosis.findings}
+    late = {("straggler", (2,))} if compute_ms == 600 else set()
+    assert named == {("slow_link", (1, 2))} | late
