@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankcall.process import boot_id, process_start
 from rankcall.ring.layout import offset_of
-from rankcall.testing.model import Planted
-from rankcall.testing.synthetic import BOOT_NS, synthetic_run
+from rankcall.testing.model import Op, Planted
+from rankcall.testing.synthetic import BOOT_NS, PROGRAM, synthetic_run
 
 HUNG_S = 120
 
 
-def live_run(folder: Path, ranks: int, pid: int) -> Path:
-    """Write a run of ranks that hang for two minutes, and run: all in one process."""
+def live_run(
+    folder: Path,
+    ranks: int,
+    pid: int,
+    hosts: int = 1,
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+) -> Path:
+    """Write a run of ranks that hang for two minutes, and run: all in one process.
+
+    Each family of ``groups`` issues collectives of its own.
+    """
     offset = time.monotonic_ns() - BOOT_NS - HUNG_S * 10**9
+    families = [Op("all_gather", 1 << 16, family=name, line=20) for name in groups or ()]
     synthetic_run(
         folder / "run",
         ranks,
         60,
         planted=Planted("missing", (ranks // 3,), 41),
         hung_s=HUNG_S,
-        clock_offsets_ns=[offset],
+        hosts=hosts,
+        groups=groups,
+        program=(*families, *PROGRAM),
+        clock_offsets_ns=[offset] * hosts,
     )
     give_to(folder / "run", pid)
     return folder / "run"

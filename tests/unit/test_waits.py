@@ -124,6 +124,8 @@ job/departure.py: wait: self._wake.wait
     a daemon thread of its own, woken when the process ends
 cli/exec.py: wait: child[0].wait
     the user's command, which takes as long as it takes
+serve/shared_look.py: lock: self._folding
+    a coroutine's lock; its owner makes the rows of one viewer's choice, for all with the same
 serve/app.py: lock: self._turn
     a coroutine's lock; its owner waits for stacks or profiles of ranks, which has a deadline
 serve/app.py: wait: self.closing.wait

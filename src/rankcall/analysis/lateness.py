@@ -10,7 +10,6 @@ Waiting is charged by another rule: for whom the others waited (``arrivals``, ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,16 +17,15 @@ import numpy.typing as npt
 
 from rankcall.analysis.arrivals import SYNC, Block, Floats, blocks
 from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
-from rankcall.analysis.dimensions import dimensions_of, purpose_of
+from rankcall.analysis.dimensions import purpose_of
+from rankcall.analysis.folds import Fold, folds_of
 from rankcall.analysis.run_tables import RunTables
-from rankcall.ranks import with_noun
 
 MOST_ROWS = 512  # of a map: a page shows one in so many pixels
 _MOST_CELLS = 1 << 20  # of all maps: 16 MiB of sums and counts, if the fewest bins allow it
 _MOST_BINS, _LEAST_BINS = 480, 60  # of time: half the width of a page; fewer show no course
 _MOST_FAMILIES = 12  # maps beside that of all groups
 _MOST_FOLDS = 9  # by host, and by place and group of four dimensions
-_LONGEST_NAME = 40  # of a row
 _LEAST_FOLDED = 8  # ranks: fewer are seen at a glance
 
 
@@ -208,34 +206,18 @@ def _folded(every: _Sums, run_tables: RunTables) -> list[LateMap]:
     most = min(ranks, MOST_ROWS) // 2
     if ranks < _LEAST_FOLDED:
         return []
-    hosts = {row.rank: row.host for row in sorted(run_tables.ranks, key=lambda row: row.rank)}
-    names = list(dict.fromkeys(hosts.values()))
-    row_of = {host: row for row, host in enumerate(names)}
-    folds = [("hosts", names, {rank: row_of[host] for rank, host in hosts.items()})]
+    host_of = {row.rank: row.host for row in sorted(run_tables.ranks, key=lambda row: row.rank)}
     used = {table.group for table in run_tables.tables}
     used |= {messages.group for messages in run_tables.messages}
-    for dimension in dimensions_of(used):
-        places = [f"{dimension.name} {place}" for place in range(dimension.size)]
-        folds.append((f"{dimension.name}: places in the groups", places, dimension.place_of))
-        groups = [_short(group) for group in dimension.groups]
-        folds.append((f"{dimension.name}: groups", groups, dimension.group_of))
-    some = [fold for fold in folds if 1 < len(fold[1]) <= most][:_MOST_FOLDS]
-    return [_fold(every, *fold) for fold in some]
+    folds = [fold for fold in folds_of(host_of, used) if 1 < len(fold.names) <= most]
+    return [_fold(every, fold) for fold in folds[:_MOST_FOLDS]]
 
 
-def _short(ranks: Sequence[int]) -> str:
-    """Name the ranks of a group; of a group across the job, the first and the last one."""
-    name = with_noun(ranks)
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"ranks {min(ranks)} … {max(ranks)} ({len(ranks)})"
-
-
-def _fold(every: _Sums, title: str, names: Sequence[str], row_of: dict[int, int]) -> LateMap:
+def _fold(every: _Sums, fold: Fold) -> LateMap:
     """Return the mean of the ranks of each row."""
-    members = [rank for rank in row_of if rank < len(every.late)]
-    rows = [row_of[rank] for rank in members]
-    folded = _Sums(*(np.zeros((len(names), every.late.shape[1])) for _ in range(2)))
+    members = [rank for rank in fold.row_of if rank < len(every.late)]
+    rows = [fold.row_of[rank] for rank in members]
+    folded = _Sums(*(np.zeros((len(fold.names), every.late.shape[1])) for _ in range(2)))
     np.add.at(folded.late, rows, every.late[members])
     np.add.at(folded.count, rows, every.count[members])
-    return LateMap(title, _mean_ms(folded), 1, list(names))
+    return LateMap(fold.title, _mean_ms(folded), 1, fold.names)

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from rankcall.analysis.verdicts.encoding import stack_objects, verdict_object
 from rankcall.background import is_lack_of_threads
 from rankcall.errors import RankcallError
+from rankcall.run.profiles import parse_ranks
 from rankcall.serve.access import Access
 from rankcall.serve.downloads import Download, Downloads
 from rankcall.serve.live_run import LiveRun, Look
@@ -47,6 +48,7 @@ KINDS = {
 
 _SEND_S = 30.0  # a viewer that takes no byte for so long is gone
 _MOST_BODY = 4096  # bytes of a request: a form has one token, or a list of ranks
+_LONGEST_FOLD = 200  # characters: the name of a parallel dimension, with what its rows are
 _ASKED_EVERY_S = 2.0  # requests within that time get the same stacks, or the same profiles
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -99,10 +101,10 @@ class _Asked:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._asked: tuple[str, ...] | None = None
+        self._asked: tuple[object, ...] | None = None
         self._at = float("-inf")
 
-    async def ask(self, take: Callable[..., object], *arguments: str) -> bool:
+    async def ask(self, take: Callable[..., object], *arguments: object) -> bool:
         """Call ``take`` on a thread, unless that was just done; return whether it was called."""
         loop = asyncio.get_running_loop()
         async with self._turn:
@@ -196,18 +198,18 @@ class Page:
 
     async def index(self, request: Request) -> Response:
         """Return the whole page."""
-        update = await self.shared.newest()
+        update = await self.shared.folded(_chosen_rows(request))
         return HTMLResponse(page(update.look, dict(update.sections)))
 
     async def events(self, request: Request) -> Response:
         """Return the stream of changes; the browser asks again if it is cut off."""
-        return _EventStream(self._changes())
+        return _EventStream(self._changes(_chosen_rows(request)))
 
-    async def _changes(self) -> AsyncGenerator[bytes, None]:
+    async def _changes(self, by: str) -> AsyncGenerator[bytes, None]:
         known: dict[str, str] = {}
         yield b"retry: 3000\n\n"
         while not self.closing.is_set():
-            update = await self.shared.newest()
+            update = await self.shared.folded(by)
             # A comment shows the viewer, and us, that the connection still works.
             yield update.event(known) if dict(update.digests) != known else b": no change\n\n"
             known = dict(update.digests)
@@ -274,7 +276,12 @@ class Page:
         fields = await _form(request)
         if isinstance(fields, Response):
             return fields
-        if await self._profiles.ask(self.shared.run.take_profiles, fields.get("ranks", "")):
+        text = fields.get("ranks", "").strip()
+        try:
+            ranks = parse_ranks(text) if text else []
+        except ValueError as error:
+            return PlainTextResponse(f"the page takes {error}\n", 400)
+        if await self._profiles.ask(self.shared.run.take_profiles, ranks):
             self.shared.forget()
         return None
 
@@ -313,6 +320,11 @@ class Page:
             return _File(path, media_type=kind.media_type, filename=f"{plain}.{kind.name}")
 
         return send
+
+
+def _chosen_rows(request: Request) -> str:
+    """Return the fold in whose rows a viewer wants to see the ranks; empty: by host."""
+    return request.query_params.get("by", "")[:_LONGEST_FOLD]
 
 
 async def _form(request: Request) -> dict[str, str] | Response:

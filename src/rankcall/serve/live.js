@@ -4,7 +4,7 @@
 
   // The link that the command prints has the token after #, where no server and no log sees it.
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (given) history.replaceState(null, "", location.pathname);
+  if (given) history.replaceState(null, "", location.pathname + location.search);
   const login = $("login");
   if (login) {
     if (given) {
@@ -99,7 +99,7 @@
   const link = $("link");
   let events = null;
   function listen() {
-    events = new EventSource("events");
+    events = new EventSource("events" + location.search); // the rows that the viewer chose
     events.onmessage = (event) => {
       link.textContent = "";
       for (const [name, html] of Object.entries(JSON.parse(event.data))) replace(name, html);

@@ -20,7 +20,7 @@ from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Run, load
 from rankcall.run.own_stacks import request_stacks
 from rankcall.run.paths import ring_paths
-from rankcall.run.profiles import Profile, alive, parse_ranks, take_profiles
+from rankcall.run.profiles import Profile, alive, take_profiles
 from rankcall.run.stack_text import tidy
 from rankcall.serve.other_nodes import OtherNodes
 
@@ -119,12 +119,11 @@ class LiveRun:
         self._asked = Stacks(texts, self.clock(), by_watcher=False)
         return self._asked
 
-    def take_profiles(self, ranks: str = "") -> Profiles:
+    def take_profiles(self, ranks: Sequence[int] = ()) -> Profiles:
         """Profile ranks of this host for some seconds, and keep the profiles in the run.
 
         Args:
-            ranks: As ``rankcall profile --ranks`` takes them; empty: a rank that the verdict names,
-                and one that it does not name.
+            ranks: The ranks; none: one that the verdict names, and one that it does not name.
 
         Raises:
             RankcallError: The ranks cannot be profiled; it says why.
@@ -136,10 +135,7 @@ class LiveRun:
         run = load(where)
         if self.attempt is not None:
             run = run.only(self.attempt)
-        try:
-            chosen = parse_ranks(ranks) if ranks.strip() else suspect_and_peer(run)
-        except ValueError as error:
-            raise RankcallError(f"the page takes {error}") from error
+        chosen = ranks or suspect_and_peer(run)
         if not chosen:
             raise RankcallError("no rank of this host stands out: say which to profile")
         taken = take_profiles(run.path, alive(run, chosen), PROFILE_S, _RATE)

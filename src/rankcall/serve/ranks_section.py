@@ -1,4 +1,7 @@
-"""Where every rank stands, on the live page: a grid of ranks or hosts, and a table of lines."""
+"""Where every rank stands, on the live page: a grid of ranks, and a table of lines.
+
+The grid has its ranks by host or, if a viewer asks for it, by another fold of the job.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankcall.analysis.folds import Fold, folds_of
 from rankcall.analysis.snapshot import END_UNKNOWN, RankPosition
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.printable import clean
 from rankcall.report.formatting import plural
 from rankcall.report.standing import shortened_ranks
 from rankcall.report.top_lines import Line, cells
 
-_MOST_RANK_CELLS = 2048  # with more ranks, a cell is a host
+_MOST_CELLS = 2048  # with more ranks, a cell is a row of the fold
 _MOST_PLACES = 24  # rows of the table
 _SILENT_S = 5.0  # ten heartbeats: a busy machine can delay a few
 
@@ -35,7 +40,7 @@ _ORDER = {name: number for number, name in enumerate(STANDINGS)}
 
 @dataclass(frozen=True)
 class Cell:
-    """A rank, or a host, in the grid. ``place``: the index of its row in the table; -1: none."""
+    """A rank, or a row of ranks, in the grid. ``place``: its row in the table; -1: none."""
 
     label: str
     standing: str
@@ -43,32 +48,54 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class HostCells:
-    """The cells of one host."""
+class Cells:
+    """The ranks of one row of a fold."""
 
-    host: str
+    name: str
     cells: tuple[Cell, ...]
 
 
-def grid(verdict: Verdict, lines: Sequence[Line]) -> dict[str, Any]:
-    """Return a cell for each rank, or for each host of a large job, by host."""
+def folds(diagnosis: Diagnosis) -> list[Fold]:
+    """Return how the grid can be folded: by host, and as parallel dimensions divide the ranks."""
+    host_of = {
+        position.rank: clean(position.process.host) or "host not known"
+        for position in diagnosis.ranks
+    }
+    hosts, *others = folds_of(host_of, diagnosis.snapshot.groups)
+    most = min(len(host_of) // 2, _MOST_CELLS)
+    return [hosts, *(fold for fold in others if len(fold.names) <= most)]
+
+
+def grid(verdict: Verdict, lines: Sequence[Line], ways: Sequence[Fold], by: Fold) -> dict[str, Any]:
+    """Return a cell for each rank by the rows of a fold or, of a large job, one for each row.
+
+    Args:
+        verdict: What is known of the job.
+        lines: The rows of the table.
+        ways: The folds that a viewer can choose.
+        by: The fold that is shown.
+    """
     place_of = {place.rank: n for n, line in enumerate(lines) for place in line.places}
     culprits = verdict.culprits
     standings = [_standing(position, culprits) for position in verdict.ranks]
-    by_host: dict[str, list[Cell]] = {}
+    rows: list[list[Cell]] = [[] for _ in range(len(by.names) + 1)]
     for position, standing in zip(verdict.ranks, standings, strict=True):
         cell = Cell(str(position.rank), standing, place_of.get(position.rank, -1))
-        by_host.setdefault(clean(position.process.host) or "host not known", []).append(cell)
-    hosts = [HostCells(host, tuple(cells)) for host, cells in by_host.items()]
-    if len(standings) > _MOST_RANK_CELLS:
-        hosts = [HostCells("", tuple(map(_host_cell, hosts)))]
+        rows[by.row_of.get(position.rank, -1)].append(cell)
+    names = [*map(clean, by.names), "in none of them"]
+    shown = [Cells(name, tuple(row)) for name, row in zip(names, rows, strict=True) if row]
+    is_large = len(standings) > _MOST_CELLS
+    if is_large:
+        shown = [Cells("", tuple(map(_cell_of_row, shown)))]
     counts = Counter(standings)
     return {
-        "hosts": hosts,
-        "of_hosts": len(standings) > _MOST_RANK_CELLS,
+        "rows": shown,
+        "ways": [way.title for way in ways],
+        "by": by.title,
+        "of_rows": is_large,
         "large": len(standings) <= 64,
         "key": [(name, STANDINGS[name], counts[name]) for name in STANDINGS if counts[name]],
-        "places": [_tip(line, verdict) for line in lines[:_MOST_RANK_CELLS]],
+        "places": [_tip(line, verdict) for line in lines[:_MOST_CELLS]],
     }
 
 
@@ -91,11 +118,11 @@ def _standing(position: RankPosition, culprits: set[int]) -> str:
     return "call" if position.in_call else "code"
 
 
-def _host_cell(host: HostCells) -> Cell:
-    """Return one cell for a host: as the worst of its ranks stands."""
-    worst = min(host.cells, key=lambda cell: _ORDER[cell.standing])
-    count = sum(cell.standing == worst.standing for cell in host.cells)
-    label = f"{host.host}: {count} of {plural(len(host.cells), 'rank')} {STANDINGS[worst.standing]}"
+def _cell_of_row(row: Cells) -> Cell:
+    """Return one cell for the ranks of a row: as the worst of them stands."""
+    worst = min(row.cells, key=lambda cell: _ORDER[cell.standing])
+    count = sum(cell.standing == worst.standing for cell in row.cells)
+    label = f"{row.name}: {count} of {plural(len(row.cells), 'rank')} {STANDINGS[worst.standing]}"
     return Cell(label, worst.standing, worst.place)
 
 

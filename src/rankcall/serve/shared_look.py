@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 
 from rankcall.serve.history import History
 from rankcall.serve.live_run import LOST, WAITING, LiveRun, Look
-from rankcall.serve.view import sections
+from rankcall.serve.view import ranks, sections
 
 LOOK_S = 20.0  # a look that takes longer is not waited for
 _LEAST_PAUSE_S = 1.0  # between two looks; a person does not read faster
 _SHARE = 0.2  # of one core, for all looks together
+_MOST_FOLDED = 16  # versions of one look: a viewer can ask for any text
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Update:
     sections: Mapping[str, str]
     digests: Mapping[str, str]
     _events: dict[tuple[str, ...], bytes] = field(default_factory=dict, repr=False)
+    _folded: dict[str, Update] = field(default_factory=dict, repr=False)
 
     def event(self, known: Mapping[str, str]) -> bytes:
         """Return a server-sent event with the sections that differ from the known digests.
@@ -45,6 +47,17 @@ class Update:
             self._events[changed] = f"id: {self.number}\ndata: {body}\n\n".encode()
         return self._events[changed]
 
+    def folded(self, by: str) -> Update:
+        """Return the same look with the ranks in the rows of a fold; equal viewers share it."""
+        if by not in self._folded:
+            if len(self._folded) >= _MOST_FOLDED:
+                return self
+            parts = {**self.sections, "ranks": ranks(self.look, by)}
+            self._folded[by] = replace(
+                self, sections=parts, digests=_digests(parts), _events={}, _folded={}
+            )
+        return self._folded[by]
+
 
 class SharedLook:
     """The newest look at a run, for all viewers. It belongs to one event loop."""
@@ -56,6 +69,7 @@ class SharedLook:
         self._newest: Update | None = None
         self._fresh_until = 0.0
         self._task: asyncio.Task[Update] | None = None
+        self._folding = asyncio.Lock()
 
     @property
     def pause(self) -> float:
@@ -74,6 +88,14 @@ class SharedLook:
         if done:
             return next(iter(done)).result()
         return self._late()
+
+    async def folded(self, by: str) -> Update:
+        """Return a look that is not too old, with the ranks by host, or in the rows of a fold."""
+        update = await self.newest()
+        if not by:
+            return update
+        async with self._folding:
+            return await asyncio.to_thread(update.folded, by)
 
     def forget(self) -> None:
         """Make the next viewer look again, for example because there are new stacks."""

@@ -16,7 +16,7 @@ from rankcall.report.top_lines import lines_of
 from rankcall.serve.figures_section import charts
 from rankcall.serve.history import History
 from rankcall.serve.live_run import LIVE, PROFILE_S, Look
-from rankcall.serve.ranks_section import grid, places
+from rankcall.serve.ranks_section import folds, grid, places
 from rankcall.serve.verdict_section import problem_lines, run_lines, title
 
 SECTIONS = ("verdict", "ranks", "figures", "stacks", "profiles")
@@ -74,13 +74,12 @@ def login_page(problem: str = "") -> str:
 
 
 def sections(look: Look, history: History) -> dict[str, str]:
-    """Return the page's sections by name."""
+    """Return the page's sections by name, with the ranks by host."""
     parts = _templates().get_template("live.parts.j2").module
     verdict = look.diagnosis
     if verdict is None:
         nothing = dict.fromkeys(SECTIONS, "")
         return {**nothing, "verdict": parts.verdict(run_lines(look), title(look), [], [], {})}
-    lines = lines_of(verdict)
     return {
         "verdict": parts.verdict(
             run_lines(look),
@@ -89,11 +88,26 @@ def sections(look: Look, history: History) -> dict[str, str]:
             problem_lines(verdict),
             {line: clean(text) for line, text in look.stacks.lines.items()} if look.stacks else {},
         ),
-        "ranks": parts.ranks(grid(verdict, lines), places(verdict, lines)),
+        "ranks": ranks(look),
         "figures": parts.figures(charts(look, history), look.figures, look.state == LIVE),
         "stacks": parts.stacks(_stacks(look), look.state == LIVE),
         "profiles": parts.profiles(_profiles(look), look.state == LIVE),
     }
+
+
+def ranks(look: Look, by: str = "") -> str:
+    """Return the section of the ranks, in the rows of a fold; by host if there is none ``by`` it.
+
+    Empty without a verdict.
+    """
+    verdict = look.diagnosis
+    if verdict is None:
+        return ""
+    ways, lines = folds(verdict), lines_of(verdict)
+    fold = next((way for way in ways if way.title == by), ways[0])
+    parts = _templates().get_template("live.parts.j2").module
+    html: str = parts.ranks(grid(verdict, lines, ways, fold), places(verdict, lines))
+    return html
 
 
 def _stacks(look: Look) -> dict[str, Any]:

@@ -90,6 +90,40 @@ def test_keys_reach_every_rank(
         assert wrong == []
 
 
+@pytest.mark.parametrize("has_scripts", [True, False])
+def test_rows_of_a_parallel_dimension(
+    browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes], has_scripts: bool
+) -> None:
+    """A viewer chooses hosts, places or groups as rows, and keeps them over updates."""
+    groups = {"mesh_tp": [list(range(at, at + 4)) for at in range(0, 16, 4)]}
+    run = live_run(tmp_path, 16, someone.pid, hosts=2, groups=groups)
+    with Served(run) as served:
+        page, wrong = opened(browser, served, java_script_enabled=has_scripts)
+        names = page.locator("#grid .host b")
+        assert names.all_inner_texts() == ["node-0", "node-1"]
+        page.locator(".ways a", has_text="tp: places in the groups").click()
+        page.wait_for_selector(".ways b >> text=tp: places in the groups")
+        assert names.all_inner_texts() == ["tp 0", "tp 1", "tp 2", "tp 3"]
+        third = page.locator("#grid .host", has=page.locator("b", has_text="tp 1"))
+        assert third.locator(".cell").all_inner_texts() == ["1", "5", "9", "13"]
+        assert third.locator(".cell.culprit").get_attribute("data-r") == "5"
+        page.locator(".ways a", has_text="tp: groups").click()
+        page.wait_for_selector(".ways b >> text=tp: groups")
+        assert names.all_inner_texts() == ["ranks 0-3", "ranks 4-7", "ranks 8-11", "ranks 12-15"]
+        if has_scripts:
+            someone.kill()
+            someone.wait(DEADLINE_S)
+            page.wait_for_selector(".state >> text=ended")
+        else:
+            page.reload()
+        assert names.all_inner_texts()[-1] == "ranks 12-15"
+        page.locator(".ways a", has_text="hosts").click()
+        page.wait_for_selector(".ways b >> text=hosts")
+        assert names.all_inner_texts() == ["node-0", "node-1"]
+        page.context.close()
+        assert wrong == []
+
+
 def test_changes_come_by_themselves(
     browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -18,12 +19,13 @@ from liveruns import live_run
 from serving import DEADLINE_S, RANKCALL, Served
 
 from rankcall.analysis.recent_figures import Figures
-from rankcall.serve import shared_look
+from rankcall.serve import ranks_section, shared_look
 from rankcall.serve.history import History
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, LiveRun, Look
 from rankcall.serve.shared_look import SharedLook
-from rankcall.testing.model import Planted
-from rankcall.testing.synthetic import synthetic_run
+from rankcall.serve.view import ranks
+from rankcall.testing.model import Op, Planted
+from rankcall.testing.synthetic import PROGRAM, synthetic_run
 
 pytest.importorskip("starlette", reason="needs rankcall[serve]")
 pytest.importorskip("uvicorn", reason="needs rankcall[serve]")
@@ -274,6 +276,41 @@ def test_only_what_has_changed_is_sent() -> None:
         assert update.event(known) is update.event(dict(known))
 
     asyncio.run(first())
+
+
+def test_rows_that_nobody_has(tmp_path: Path) -> None:
+    """Viewers who ask for rows that are none see hosts, and cannot fill the memory with names."""
+    synthetic_run(tmp_path / "run", 4, 20, hosts=2)
+
+    async def ask() -> None:
+        shared = SharedLook(LiveRun(tmp_path / "run"), clock=lambda: 0.0)
+        by_host = await shared.folded("")
+        asked = {id(await shared.folded(f"tp{number}")) for number in range(100)}
+        assert len(asked) < 20
+        assert (await shared.folded("tp1")).digests == by_host.digests
+
+    asyncio.run(ask())
+
+
+def test_a_row_of_a_large_job_is_a_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If ranks are too many, a square is a row of them, as the worst stands; also for those left.
+
+    Rank 5 does not come: it is the second member of the second group of its dimension.
+    """
+    monkeypatch.setattr(ranks_section, "_MOST_CELLS", 4)
+    groups = {"mesh_tp": [[0, 1], [4, 5]]}
+    program = (Op("all_gather", 1 << 16, family="mesh_tp"), *PROGRAM)
+    fault = Planted("missing", (5,), 41)
+    synthetic_run(tmp_path / "run", 8, 60, planted=fault, groups=groups, program=program)
+    look = LiveRun(tmp_path / "run").look()
+    assert 'data-r="node-0: 1 of 8 ranks named by the verdict"' in ranks(look)
+    by_place = ranks(look, "tp: places in the groups")
+    labels = re.findall(r'<i class="cell (\w+)" data-r="([^"]+)"', by_place)
+    assert labels == [
+        ("call", "tp 0: 2 of 2 ranks in a call"),
+        ("culprit", "tp 1: 1 of 2 ranks named by the verdict"),
+        ("call", "in none of them: 4 of 4 ranks in a call"),
+    ]
 
 
 def test_the_last_minutes_are_kept() -> None:
