@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rankcall.process import boot_id, process_start
 from rankcall.ring.layout import offset_of
+from rankcall.run.paths import make_live_dir
 from rankcall.testing.model import Op, Planted
 from rankcall.testing.synthetic import BOOT_NS, PROGRAM, synthetic_run
 
@@ -40,6 +41,17 @@ def live_run(
     )
     give_to(folder / "run", pid)
     return folder / "run"
+
+
+def into_shared_memory(run: Path) -> Path:
+    """Move the rings of a run into shared memory, and have them name the run; return it."""
+    memory = make_live_dir(run)
+    for ring in (run / "rings").iterdir():
+        with ring.open("r+b") as file:
+            file.seek(offset_of("run_dir"))
+            file.write(str(run).encode().ljust(1024, b"\0"))
+        ring.rename(memory / ring.name)
+    return run
 
 
 def give_to(run: Path, pid: int, rank: int | None = None) -> None:

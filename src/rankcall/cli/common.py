@@ -11,10 +11,13 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from rankcall.errors import RunNotFoundError
 from rankcall.printable import clean
 from rankcall.problems import Problem
 from rankcall.run import opening
+from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Progress, Run
+from rankcall.run.paths import find_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,9 +63,22 @@ def say(text: str) -> None:
 
 
 def open_run(path: Path | None, attempt: int | None = None, *, exits_only: bool = False) -> Run:
-    """Settle and load a run, with a progress bar; ``exits_only``: see ``load``."""
+    """Settle and load a run, with a progress bar; ``exits_only``: see ``load``.
+
+    If no run was named and a live job is taken that is not the latest run here, say so.
+    """
+    where = chosen_run(path)
+    if path is None and where != _latest_here():
+        say(f"reading {where}, the only live job of this host")
     with bar("reading names") as progress:
-        return opening.open_run(path, attempt, progress, exits_only=exits_only)
+        return opening.open_run(where, attempt, progress, exits_only=exits_only)
+
+
+def _latest_here() -> Path | None:
+    try:
+        return find_run(None)
+    except RunNotFoundError:
+        return None
 
 
 def say_moved(old: str, new: str) -> None:

@@ -62,7 +62,8 @@ def command(
         typer.Argument(
             metavar="RUN",
             help="A run directory, an archive, a ring file, Flight Recorder's dumps, or a log. "
-            "Without it: the latest run here. With --log: further logs.",
+            "Without it: the only live job of this host, or the latest run here. With --log: "
+            "further logs.",
         ),
     ] = None,
     attempt: Attempt = None,

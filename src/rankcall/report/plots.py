@@ -17,6 +17,7 @@ from rankcall.analysis.clocks import align
 from rankcall.analysis.details import Details, detail
 from rankcall.errors import ExtraMissingError
 from rankcall.ranks import format_ranks
+from rankcall.report.late_scale import late_scale
 from rankcall.run.load import Run
 
 if TYPE_CHECKING:
@@ -136,15 +137,16 @@ class Plots:
     def late(self, *, ax: Axes | None = None) -> Axes:
         """Draw who came late to collectives, and when: the mean lateness by rank and time.
 
+        Colours begin to be strong at a share of a step, and the title says if no rank stands out.
+
         Raises:
             ExtraMissingError: matplotlib is not installed.
             ValueError: The run has no collective that shows who came when.
         """
-        lateness = self._details.lateness
-        maps = [late_map for late_map in lateness.maps if np.isfinite(late_map.late_ms).any()]
-        if not maps:
+        lateness, scale = self._details.lateness, late_scale(self._details)
+        if scale is None:
             raise ValueError(f"{self._run!r} has no collective that shows who came when")
-        late_map = maps[0]
+        late_map = lateness.maps[0]
         rows, bins = late_map.late_ms.shape
         axes = _axes(ax, rows)
         seconds = bins * lateness.bin_ns / 1e9
@@ -154,11 +156,12 @@ class Plots:
             interpolation="nearest",
             cmap="Reds",
             vmin=0.0,
+            vmax=scale.full_ms,
             extent=(0.0, seconds, rows - 0.5, -0.5),
         )
         _name_rows(axes, [row * late_map.fold for row in range(rows)])
         axes.set_xlabel("seconds")
-        axes.set_title("Who came late to collectives")
+        axes.set_title(scale.quiet or "Who came late to collectives")
         assert axes.figure is not None, "axes are in a figure"
         axes.figure.colorbar(image, ax=axes, label="ms after the median rank")
         return axes

@@ -205,7 +205,7 @@ class Page:
         """Return the stream of changes; the browser asks again if it is cut off."""
         return _EventStream(self._changes(_chosen_rows(request)))
 
-    async def _changes(self, by: str) -> AsyncGenerator[bytes, None]:
+    async def _changes(self, by: str = "") -> AsyncGenerator[bytes, None]:
         known: dict[str, str] = {}
         yield b"retry: 3000\n\n"
         while not self.closing.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from rankcall.analysis.verdicts import diagnose, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.kept import kept_in, lines_beside, stacks_beside
 from rankcall.analysis.verdicts.verdict import Kept
-from rankcall.errors import RankcallError
+from rankcall.errors import RankcallError, RunNotFoundError
 from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Run, load
 from rankcall.run.own_stacks import request_stacks
@@ -109,8 +110,19 @@ class LiveRun:
         return look
 
     def place(self) -> Path:
-        """Return the run's path. Raises ``RunNotFoundError``."""
-        return chosen_run(self.path)
+        """Return the run's path. Raises ``RunNotFoundError``.
+
+        Without a name, another run takes the place of one that was seen only if it is newer: a live
+        job from elsewhere that ends does not give way to the run before it here.
+        """
+        seen = Path(self._seen.run) if self._seen is not None and self.path is None else None
+        try:
+            chosen = chosen_run(self.path)
+        except RunNotFoundError:
+            if seen is None:
+                raise
+            return seen
+        return chosen if seen is None or _began_ns(chosen) >= _began_ns(seen) else seen
 
     def take_stacks(self) -> Stacks:
         """Have this host's ranks dump their stacks; raises ``RankcallError`` if there is no run."""
@@ -212,6 +224,14 @@ class LiveRun:
         if stacks is not None and stacks.epoch_s >= look.epoch_s - diagnosis.findings[0].since_s:
             diagnosis = with_stacks(run, diagnosis, stacks.by_rank)
         return replace(look, diagnosis=diagnosis, stacks=stacks)
+
+
+def _began_ns(run: Path) -> int:
+    """Return when a run was made, as far as its files show it; 0 if it is gone."""
+    for place in (run / "run.json", run):
+        with contextlib.suppress(OSError):
+            return place.stat().st_mtime_ns
+    return 0
 
 
 def _epoch_s(stacks: Stacks) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from liveruns import live_run
+from liveruns import into_shared_memory, live_run
 
 from rankcall.cli import main
 from rankcall.errors import RunNotFoundError
@@ -41,14 +41,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(folder: Path, pid: int, ranks: int = 4) -> Path:
     """Write a live job that hangs: its rings are in shared memory, and name the run."""
-    run = live_run(folder, ranks, pid)
-    memory = make_live_dir(run)
-    for ring in (run / "rings").iterdir():
-        with ring.open("r+b") as file:
-            file.seek(offset_of("run_dir"))
-            file.write(str(run).encode().ljust(1024, b"\0"))
-        ring.rename(memory / ring.name)
-    return run
+    return into_shared_memory(live_run(folder, ranks, pid))
 
 
 def test_the_only_live_job_is_meant(tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
@@ -67,6 +60,7 @@ def test_the_only_live_job_is_meant(tmp_path: Path, someone: subprocess.Popen[by
         )
         assert done.returncode == 1, done.stderr
         assert "rank 1" in done.stdout.lower()
+        assert f"reading {run}, the only live job of this host" in done.stderr
 
 
 def test_several_live_jobs(

@@ -69,6 +69,20 @@ def test_the_late_rank_stands_out(run: Run) -> None:
     assert rows[0].compressed() == pytest.approx(0.0, abs=0.01)
 
 
+def test_noise_is_not_drawn_as_lateness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Colours of a healthy job begin at 5 % of a step, here of 100 ms, and the title says so."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    calls: list[Call] = []
+    for step in range(1, STEPS):
+        start = step * STEP_MS * MS
+        came = [start + (MS if rank == LATE else 0) for rank in range(4)]
+        calls += together(step, came, start + CALL_MS * MS, FOUR, step=step)
+    axes = load(write_world(tmp_path / "run", calls)).plot.late()
+    (image,) = axes.get_images()
+    assert image.get_clim() == pytest.approx((0.0, 5.0), rel=0.1)
+    assert axes.get_title().startswith("No rank stands out: 1")
+
+
 def test_pictures_go_into_given_axes(run: Run) -> None:
     """A notebook may lay several out in one figure."""
     from matplotlib import pyplot

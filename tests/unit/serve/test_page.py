@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from liveruns import live_run
+from liveruns import into_shared_memory, live_run
 from serving import DEADLINE_S, RANKCALL, Served
 
 from rankcall.analysis.recent_figures import Figures
@@ -136,6 +136,24 @@ def test_a_job_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     synthetic_run(runs / "second", 4, 40)
     look = looked.look()
     assert (look.state, look.hangs, Path(look.run).name) == (ENDED, False, "second")
+
+
+def test_the_page_of_a_live_job_stays_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, someone: subprocess.Popen[bytes]
+) -> None:
+    """When the job that it took from elsewhere ends, an older run here does not take its place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANKCALL_SHM", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    synthetic_run(tmp_path / "rankcall-runs/old", 2, 20)
+    run = into_shared_memory(live_run(tmp_path / "elsewhere", 4, someone.pid))
+    looked = LiveRun()
+    assert (looked.look().state, looked.look().run) == (LIVE, str(run))
+    someone.kill()
+    someone.wait(DEADLINE_S)
+    assert looked.look().run == str(run)
+    synthetic_run(tmp_path / "rankcall-runs/new", 2, 20)
+    assert Path(looked.look().run).name == "new"
 
 
 def test_a_run_that_is_over_is_read_once(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def verdict_object(verdict: Verdict, stacks: Mapping[int, str] | None = None) ->
         "verdict": verdict.kind,
         "hang_after_s": verdict.hang_after,
         "findings": [finding_object(finding) for finding in verdict.findings],
-        "ranks": [_rank_object(position) for position in verdict.ranks],
+        "ranks": [_rank_object(verdict, position) for position in verdict.ranks],
         "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
         "stack_classes": stack_objects(stacks or {}),
         "problems": verdict.problems,
@@ -120,7 +120,7 @@ def _kept_object(kept: Kept) -> Object:
     }
 
 
-def _rank_object(position: RankPosition) -> Object:
+def _rank_object(verdict: Verdict, position: RankPosition) -> Object:
     process = position.process
     return {
         "rank": process.rank,
@@ -138,6 +138,7 @@ def _rank_object(position: RankPosition) -> Object:
         "op": position.op or None,
         "call_site": position.call_site or None,
         "user_line": position.user_line or None,
+        "line": verdict.stands_at(position) or position.shown_line or None,
         "age_s": round(position.age_s, 3),
         "exit": process.exit,
     }

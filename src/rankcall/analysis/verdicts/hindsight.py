@@ -10,7 +10,7 @@ from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.facts import Fact, Relation, place_of, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.kind import CulpritKind, Kind
 from rankcall.analysis.verdicts.over import lasted
 from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, as_still_seen, evidence, summary
 from rankcall.analysis.verdicts.verdict import Kept
@@ -103,7 +103,7 @@ def _with_seen(
     diagnosis = replace(
         diagnosis,
         findings=[
-            _with_places(snapshot, finding, newest.folder, since_s)
+            _with_places(snapshot, finding, kinds.get(finding.kind), newest.folder, since_s)
             for finding in diagnosis.findings
         ],
     )
@@ -114,7 +114,7 @@ def _with_seen(
         if state.exit is not None and (state.gone_s or 0.0) > since_s + _MARGIN_S
     }
     new = [
-        _seen(finding, kinds[finding.kind], since_s)
+        _seen(snapshot, finding, kinds[finding.kind], newest.folder, since_s)
         for finding in seen
         if had_ended.isdisjoint(finding.ranks)
         and (not finding.ranks or any((finding.kind, rank) not in known for rank in finding.ranks))
@@ -132,14 +132,16 @@ def _with_seen(
     return replace(diagnosis, findings=[*new, *rest])
 
 
-def _with_places(snapshot: Snapshot, finding: Finding, folder: Path, since_s: float) -> Finding:
+def _with_places(
+    snapshot: Snapshot, finding: Finding, kind: Kind | None, folder: Path, since_s: float
+) -> Finding:
     """Add the lines at which the watcher saw a finding's ranks, if it kept their stacks.
 
     If the finding says where its ranks were, it says that they were there.
     """
     if since_s > finding.since_s:
         return finding  # it looked before this began
-    finding = _at_the_seen_place(finding, folder, since_s, snapshot.live)
+    finding = _at_the_seen_place(snapshot, finding, kind, folder, since_s)
     places = []
     for rank in finding.ranks[:SHOWN]:
         values, ranks = place_of(code_place(kept_stack(folder, rank))), ranks_of(snapshot, [rank])
@@ -152,7 +154,9 @@ def _with_places(snapshot: Snapshot, finding: Finding, folder: Path, since_s: fl
     )
 
 
-def _at_the_seen_place(finding: Finding, folder: Path, since_s: float, live: bool) -> Finding:
+def _at_the_seen_place(
+    snapshot: Snapshot, finding: Finding, kind: Kind | None, folder: Path, since_s: float
+) -> Finding:
     """Return a finding about ranks that did not come with the one line at which they all were."""
     state = finding.facts[0] if finding.facts else None
     if state is None or state.relation is not Relation.NOT_COME or len(finding.ranks) > _MOST_READ:
@@ -165,21 +169,39 @@ def _at_the_seen_place(finding: Finding, folder: Path, since_s: float, live: boo
     said = [fact for fact in finding.facts if fact.relation in _AFTER_THE_PLACE]
     return replace(
         finding,
-        summary=summary([there, *said], live),
+        summary=summary([there, *said], snapshot.live),
+        advice=_advice_at_places(snapshot, finding, kind, folder) or finding.advice,
         facts=(there, *finding.facts[1:]),
     )
 
 
-def _seen(finding: Finding, kind: Kind, since_s: float) -> Finding:
+def _seen(
+    snapshot: Snapshot, finding: Finding, kind: Kind, folder: Path, since_s: float
+) -> Finding:
     """Return a finding of the watcher's as one about the past."""
     return replace(
         finding,
         summary=as_seen(finding.summary, since_s),
-        advice=_past_advice(finding),
+        advice=_advice_at_places(snapshot, finding, kind, folder) or _past_advice(finding),
         stops=kind.stops,
         is_fault=kind.is_fault,
         predicate=kind.predicate,
     )
+
+
+def _advice_at_places(snapshot: Snapshot, finding: Finding, kind: Kind | None, folder: Path) -> str:
+    """Return the next step that the kept stacks of the ranks demand; empty if they demand none.
+
+    For example, a rank that was in ``new_group`` still tells that all must call it.
+    """
+    if not isinstance(kind, CulpritKind) or len(finding.ranks) > _MOST_READ:
+        return ""
+    states = [snapshot.ranks[rank] for rank in finding.ranks if rank < len(snapshot.ranks)]
+    seen = [replace(state, stack=kept_stack(folder, state.rank)) for state in states]
+    if not any(state.stack for state in seen):
+        return ""
+    advice = kind.advice(snapshot, seen)
+    return "" if advice == kind.advice(snapshot, states) else advice
 
 
 def _past_advice(finding: Finding) -> str:

@@ -26,13 +26,12 @@ from rankcall.printable import clean
 from rankcall.report.formatting import plural, rate, size, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, Point
+from rankcall.report.late_scale import late_scale
 
 Floats = npt.NDArray[np.float64]
 Colour = tuple[int, int, int]
 
 ABSENT = 255  # the level of a cell without a value
-# Lateness is drawn at full strength from this share of a step on: in a healthy job, it is noise.
-_FULL_STRENGTH = 0.05
 _STRONGEST = 254  # the highest level of one that has a value
 _HUE = (213, 94, 0)  # vermillion of Okabe and Ito's palette, told apart by colour-blind people
 _BLUE = (0, 114, 178)
@@ -177,21 +176,17 @@ def _rank_ticks(ranks: Sequence[int], wide: float) -> list[Tick]:
 
 def late_maps(details: Details) -> dict[str, Any] | None:
     """Return the maps of lateness as pictures, all on one scale."""
-    late = details.lateness
-    maps = [late_map for late_map in late.maps if np.isfinite(late_map.late_ms).any()]
-    if not maps:
+    late, scale = details.lateness, late_scale(details)
+    if scale is None:
         return None
-    highest, least = _strongest(maps[0].late_ms), _FULL_STRENGTH * _step_ms(details)
+    maps = [late_map for late_map in late.maps if np.isfinite(late_map.late_ms).any()]
     bins = maps[0].late_ms.shape[1]
     folded = [late_map for late_map in late.folded if np.isfinite(late_map.late_ms).any()]
     return {
-        "maps": [_late_map(details, late_map, max(highest, least)) for late_map in maps + folded],
+        "maps": [_late_map(details, late_map, scale.full_ms) for late_map in maps + folded],
         "folded": len(folded),
-        "highest_ms": max(highest, least),
-        "quiet": f"No rank stands out: {time(highest)} is little in a step of "
-        f"{time(_step_ms(details))} (median)."
-        if highest < least
-        else "",
+        "highest_ms": scale.full_ms,
+        "quiet": scale.quiet,
         "bins": bins,
         "bin_s": late.bin_ns / 1e9,
         "ticks": _time_ticks(bins * late.bin_ns / 1e9),
@@ -283,19 +278,6 @@ def _mix(waiting: float, transfer: float) -> tuple[Colour, int]:
         for hue, other, grey in zip(_HUE, _BLUE, _GREY, strict=True)
     )
     return (red, green, blue), min(255, round(255 * strength))
-
-
-def _step_ms(details: Details) -> float:
-    """Return how long a step takes, in the middle; 0 if no steps are known."""
-    lasts = sorted(step.ms for step in details.summary.steps)
-    return lasts[len(lasts) // 2] if lasts else 0.0
-
-
-def _strongest(late: Floats) -> float:
-    """Return the value to draw at full strength: not that of a few outliers."""
-    worst = np.fmax.reduce(late, axis=0)
-    usual, highest = float(np.nanquantile(worst, 0.95)), float(np.nanmax(worst))
-    return usual if usual > highest * 1e-3 else highest
 
 
 def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:

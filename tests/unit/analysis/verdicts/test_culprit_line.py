@@ -84,6 +84,12 @@ def test_a_rank_that_does_not_come(missing: Diagnosis) -> None:
     assert card.waiting is not None
     assert card.waiting[0] == "train.py:23"
     assert verdict_object(missing)["findings"][0]["culprit_line"] == "/home/ada/train.py:77"
+    assert [place["line"] for place in verdict_object(missing)["ranks"]] == [
+        "train.py:23",
+        "train.py:23",
+        "/home/ada/train.py:77",
+        "train.py:23",
+    ]
     assert {row.ranks: row.line for row in rows(missing)} == {
         (2,): "train.py:77",
         (0, 1, 3): "train.py:23",

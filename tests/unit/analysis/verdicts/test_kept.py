@@ -226,6 +226,28 @@ def test_the_line_that_the_watcher_saw_is_told_afterwards(tmp_path: Path) -> Non
         assert (nothing if at == 1 * MS else there) in finding.summary
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_next_step_of_a_rank_that_makes_a_group(tmp_path: Path, is_known: bool) -> None:
+    """A rank that was in ``new_group`` is advised of that afterwards too, and by which verdict."""
+    calls = RANK_2_MISSING if is_known else ENDED_CALLS
+    run = write_world(tmp_path / "run", calls, closed=lambda rank: False, beats=LIVED)
+    seen_by_watcher(run, "missing", (2,), 30 * SECOND)
+    (run / "hangs/0001/stacks").mkdir()
+    stack = STACK.replace(
+        '  File "/job/data.py", line 8 in fetch',
+        '  File "/site-packages/torch/distributed/distributed_c10d.py", line 5 in new_group',
+    )
+    (run / "hangs/0001/stacks/rank-00002.txt").write_text(stack)
+    (finding,) = diagnose(
+        load(run), 10, state_of=lambda header: "gone", now_ns=lambda: START + 80 * SECOND
+    ).findings
+    assert (finding.kind, finding.ranks) == ("missing", (2,))
+    assert finding.advice == (
+        "All members must call new_group at the same place of the program: the others are in "
+        "another call."
+    )
+
+
 def test_the_reason_stands_beside_the_line_that_the_watcher_saw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
