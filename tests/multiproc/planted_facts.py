@@ -133,6 +133,20 @@ class PlantedFacts:
         if self._rows and len(issued) != fact.number:
             yield f"on record are {len(issued)}"
 
+    def _other_line(self, fact: Fact, finding: Finding) -> Iterator[str]:
+        """Ranks issued a call from one line, and other ranks from another one."""
+        for ranks, line in (
+            (subject(fact), call_of(fact).line),
+            (others(fact), fact.value("line")),
+        ):
+            issued = {
+                row["call_site"]
+                for rank, row in self._rows_of(call_of(fact)).items()
+                if rank in ranks
+            }
+            if self._rows and issued != {line}:
+                yield f"it came from {sorted(issued)} on ranks {sorted(ranks)}"
+
     def _newest(self, rank: int) -> Row:
         """Return a rank's newest record."""
         return [row for row in self._rows if row["rank"] == rank][-1]

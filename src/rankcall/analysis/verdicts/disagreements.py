@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,17 @@ class Loop:
     turns: int
 
 
+class OtherLine(NamedTuple):
+    """The rows of an earlier call of the first and the last side, issued from two lines.
+
+    It is the only one before at which their lines differ, or the first of a run up to the place. A
+    call too many can match one of the others' and go through.
+    """
+
+    mine: int
+    theirs: int
+
+
 @dataclass(frozen=True)
 class Disagreement:
     """A place in a group's sequence at which members differ. The smallest side comes first."""
@@ -91,6 +103,7 @@ class Disagreement:
     shift: Shift | None = None  # of the first side, if enough calls show one
     message: bool = False  # two ends of a message, not a collective
     loop: Loop | None = None  # that explains it
+    other_line: OtherLine | None = None
     in_join: tuple[int, ...] = ()  # ranks whose call is their Join's own, unlike that of others
 
     @property
@@ -176,8 +189,12 @@ def _disagreement(
     mine, theirs = (_history(calls, group, side.row) for side in (sides[0], sides[-1]))
     first = _first_unlike(snapshot, mine, theirs, seq)
     if first is not None:
-        is_open = bool(stuck[rows].any())
-        return _at_first(calls, group, first, (mine, theirs), seq, is_open)
+        at_first = _at_first(calls, group, first, (mine, theirs), seq, bool(stuck[rows].any()))
+        # Whoever differs there must be who differs here, if that is known.
+        is_tie = len(sides) == 2 and len(sides[0].ranks) == len(sides[1].ranks)
+        unlike = {rank for side in sides[: None if is_tie else -1] for rank in side.ranks}
+        if at_first is not None and unlike.issuperset(at_first.culprits):
+            return at_first
     shift = _shift_between(mine, theirs, seq)
     # Both sides make both calls, so only the order differs.
     swapped = (
@@ -205,6 +222,7 @@ def _disagreement(
         bool(stuck[rows].any()),
         shift,
         in_join=in_join,
+        other_line=_other_line(snapshot, sides, seq) if order_differs else None,
     )
 
 
@@ -236,22 +254,36 @@ def _first_unlike(snapshot: Snapshot, mine: History, theirs: History, before: in
     return None
 
 
+def _other_line(snapshot: Snapshot, sides: Sequence[Side], before: int) -> OtherLine | None:
+    """Return where the first side may have issued a call too many, or in place of another one."""
+    calls, group = snapshot.calls, int(snapshot.calls["group"][sides[0].row])
+    mine, theirs = (_history(calls, group, side.row) for side in (sides[0], sides[-1]))
+    both = [seq for seq in sorted(mine.keys() & theirs.keys()) if seq < before]
+    apart = [at for at, seq in enumerate(both) if mine[seq][-1] != theirs[seq][-1]]
+    if not apart or apart[0] < _ENOUGH or (len(apart) > 1 and apart[-1] - apart[0] >= len(apart)):
+        return None
+    seq = both[apart[0]]
+    lines = mine[seq][-1], theirs[seq][-1]
+    if not all(lines) or JOIN in map(snapshot.api, lines):
+        return None
+    there = (calls["group"] == group) & (calls["kind"] == COLLECTIVE) & (calls["seq"] == seq)
+    ranks = [calls["rank"][side.row] for side in (sides[0], sides[-1])]
+    return OtherLine(*(int(np.flatnonzero(there & (calls["rank"] == rank))[0]) for rank in ranks))
+
+
 def _at_first(
     calls: Calls, group: int, seq: int, both: tuple[History, History], last: int, is_open: bool
-) -> Disagreement:
-    """Return the disagreement at the first place at which the lines of two ranks differ."""
+) -> Disagreement | None:
+    """Return the disagreement at the first place at which the lines of two ranks differ.
+
+    None if they are not out of step from there on: a branch in a rank's program, for example for a
+    batch without data, leads to the same call from another line.
+    """
     mine, theirs = both
     rows = np.flatnonzero(
         (calls["kind"] == COLLECTIVE) & (calls["group"] == group) & (calls["seq"] == seq)
     )
-    by_line: dict[int, list[int]] = {}
-    for row in rows.tolist():
-        by_line.setdefault(int(calls["site"][row]), []).append(row)
-    sides = [
-        Side(tuple(sorted(calls["rank"][side_rows].tolist())), side_rows[0])
-        for side_rows in by_line.values()
-    ]
-    sides.sort(key=lambda side: (len(side.ranks), side.ranks))
+    sides = _by_line(calls, rows)
     lines = {side: int(calls["site"][side.row]) for side in sides}
     loop = None
     for longer, shorter in ((theirs, mine), (mine, theirs)):
@@ -265,15 +297,29 @@ def _at_first(
     shift = None if loop is not None else _shift_between(mine, theirs, last)
     if shift is not None and (shift.since != seq or shift.shown_by < _ENOUGH):
         shift = None
+    if loop is None and shift is None:
+        return None
     return Disagreement(True, group, seq, (), tuple(sides), rows, is_open, shift, loop=loop)
+
+
+def _by_line(calls: Calls, rows: Rows) -> list[Side]:
+    """Return the sides of the members that issued their calls from the same line."""
+    by_line: dict[int, list[int]] = {}
+    for row in rows.tolist():
+        by_line.setdefault(int(calls["site"][row]), []).append(row)
+    sides = [
+        Side(tuple(sorted(calls["rank"][side_rows].tolist())), side_rows[0])
+        for side_rows in by_line.values()
+    ]
+    return sorted(sides, key=lambda side: (len(side.ranks), side.ranks))
 
 
 def _turns_more(longer: History, shorter: History, seq: int) -> int:
     """Return how many turns of a loop one rank makes more than the other, from ``seq`` on.
 
     The calls before ``seq`` are a turn of the loop, which both have made. 0 if there is no such
-    loop, if the rank does not come to the other one's call after it, or if less than a turn
-    explains the difference as well: then calls were skipped inside of it.
+    loop, if less than a turn explains the difference as well (then calls were skipped inside of
+    it), or if the rank does not issue the other one's calls after it, as far as they are on record.
     """
     apart = [
         distance
@@ -282,15 +328,50 @@ def _turns_more(longer: History, shorter: History, seq: int) -> int:
         if ahead[seq] == behind.get(seq + distance)
     ]
     for length in range(1, _LONGEST_TURN + 1):
-        turn = [shorter.get(seq - length + at) for at in range(length)]
-        if None in turn or any(distance < length for distance in apart) or apart[:2] == [1, 1]:
+        if any(distance < length for distance in apart) or apart[:2] == [1, 1]:
             return 0
-        turns = 0
-        while [longer.get(seq + turns * length + at) for at in range(length)] == turn:
-            turns += 1
-        if turns and longer.get(seq + turns * length) == shorter[seq]:
-            return turns
+        behind = _after_loop(longer, shorter, seq, 0, length)
+        if behind and longer.get(seq + behind) == shorter[seq]:
+            return behind // length if _meet_again(longer, shorter, seq, behind) else 0
     return 0
+
+
+def _after_loop(longer: History, shorter: History, seq: int, behind: int, length: int) -> int:
+    """Return how far a rank is behind at ``seq`` once it has repeated the turn before it; or 0.
+
+    ``behind``: how far it was behind in that turn.
+    """
+    turn = [shorter.get(seq - length + at) for at in range(length)]
+    begin = behind
+    while None not in turn and turn == [longer.get(seq + behind + at) for at in range(length)]:
+        behind += length
+    return behind if behind > begin else 0
+
+
+def _meet_again(longer: History, shorter: History, seq: int, behind: int) -> bool:
+    """Tell whether a rank issues all that the other one does from ``seq`` on, ``behind`` later.
+
+    It may repeat that loop, or another one, more often than the other one again. Calls that are
+    not on record contradict nothing.
+    """
+    while seq in shorter and seq + behind in longer:
+        if shorter[seq] != longer[seq + behind]:
+            repeated = (
+                _after_loop(longer, shorter, seq, behind, length)
+                for length in range(1, _LONGEST_TURN + 1)
+            )
+            behind = next(
+                (
+                    at
+                    for at in repeated
+                    if at and longer.get(seq + at, shorter[seq]) == shorter[seq]
+                ),
+                0,
+            )
+            if not behind:
+                return False
+        seq += 1
+    return True
 
 
 def _agree_again(mine: History, theirs: History, seq: int) -> bool:
@@ -324,33 +405,66 @@ def _sides(calls: Calls, rows: Rows, differing: Sequence[str]) -> list[Side]:
     return sorted(sides, key=lambda side: (len(side.ranks), side.ranks))
 
 
-def off_by_n(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
+def off_by_n(
+    snapshot: Snapshot, wait: Wait, rank: int, *, has_left: bool = False
+) -> Disagreement | None:
     """Return the shift behind a rank that did not arrive, if its calls so far show one.
 
     It may be a call short because it skipped one of the same kind, which no comparison could show
-    at that time.
+    at that time. Or those that wait for it have issued one too many.
+
+    Args:
+        snapshot: The job.
+        wait: The wait.
+        rank: One that others wait for there.
+        has_left: It will issue no more calls, so that the numbers of calls differ for good.
     """
     calls = snapshot.calls
-    mine = np.flatnonzero(
-        (calls["rank"] == rank) & (calls["group"] == wait.group) & (calls["kind"] == COLLECTIVE)
-    )
+    there = (calls["group"] == wait.group) & (calls["kind"] == COLLECTIVE)
+    mine = np.flatnonzero(there & (calls["rank"] == rank))
     if wait.channel is not None or not len(mine):
         return None
     newest = int(mine[np.argmax(calls["seq"][mine])])
+    last = int(calls["seq"][newest])
     own, others = (_history(calls, wait.group, row) for row in (newest, int(wait.rows[0])))
+    too_many = _too_many(own, others, wait.seq - last) if has_left else None
+    if too_many is not None:
+        return _at_line(calls, wait.group, too_many)
     first = _first_unlike(snapshot, own, others, wait.seq)
     if first is not None:
-        last = int(calls["seq"][newest])
-        return _at_first(calls, wait.group, first, (own, others), last, True)
-    shift = _shift_between(own, others, int(calls["seq"][newest]))
+        at_first = _at_first(calls, wait.group, first, (own, others), last, True)
+        if at_first is not None:
+            return at_first if rank in at_first.culprits else None
+    shift = _shift_between(own, others, last)
     if shift is None:
         return None
-    there = (calls["group"] == wait.group) & (calls["kind"] == COLLECTIVE)
-    rows = np.flatnonzero(there & (calls["seq"] == shift.since))
-    sides = [Side((rank,), newest), Side(tuple(wait.waiters), int(wait.rows[0]))]
-    sides = [_moved(calls, rows, side) for side in sides]
-    shown = shift if shift.shown_by >= _ENOUGH else None
-    return Disagreement(True, wait.group, shift.since, (), tuple(sides), rows, True, shown)
+    is_shown = shift.shown_by >= _ENOUGH
+    before = [seq for seq in own.keys() & others.keys() if seq < shift.since]
+    if not is_shown and any(own[seq] != others[seq] for seq in before):
+        return None  # that lines differ is usual here
+    at_line = _at_line(calls, wait.group, shift.since)
+    return replace(at_line, shift=shift if is_shown else None) if rank in at_line.culprits else None
+
+
+def _too_many(own: History, others: History, short: int) -> int | None:
+    """Return where others have issued as many calls more as a rank is short of.
+
+    These are the only ones at which they differ, one after the other, from lines that the rank has
+    not.
+    """
+    apart = sorted(seq for seq in own.keys() & others.keys() if own[seq] != others[seq])
+    if not apart or apart != list(range(apart[0], apart[0] + short)) or short > _FARTHEST:
+        return None
+    usual = set(own.values())
+    return apart[0] if not any(others[seq] in usual for seq in apart) else None
+
+
+def _at_line(calls: Calls, group: int, seq: int) -> Disagreement:
+    """Return the place as one at which members issued their calls from different lines."""
+    rows = np.flatnonzero(
+        (calls["kind"] == COLLECTIVE) & (calls["group"] == group) & (calls["seq"] == seq)
+    )
+    return Disagreement(True, group, seq, (), tuple(_by_line(calls, rows)), rows, True)
 
 
 def _shift_between(mine: History, theirs: History, last: int) -> Shift | None:

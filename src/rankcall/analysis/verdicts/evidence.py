@@ -177,7 +177,7 @@ def hang_evidence(
     cycles = cycles_in(graph.waits, suspects.halted)
     cycles = [cycle for cycle in cycles if _is_cause(cycle, explained)]
     cases = culprit_cases(suspects, kinds)
-    shifts = _shifts(snapshot, cases, cycles)
+    shifts = _shifts(suspects, cases, cycles)
     if shifts:
         clashes += shifts
         suspects.explained = explained = _Explained(snapshot, clashes)
@@ -357,7 +357,7 @@ def _just_begun_s(snapshot: Snapshot, hang_after: float) -> float:
 
 
 def _shifts(
-    snapshot: Snapshot, cases: Sequence[Case], cycles: Sequence[Cycle]
+    suspects: Suspects, cases: Sequence[Case], cycles: Sequence[Cycle]
 ) -> list[Disagreement]:
     """Return the shifts behind ranks that did not arrive, one for each group."""
     pairs = [
@@ -374,7 +374,7 @@ def _shifts(
     ]
     shifts: dict[int, Disagreement] = {}
     for wait, rank in pairs[:_COMPARED]:
-        shift = off_by_n(snapshot, wait, rank)
+        shift = off_by_n(suspects.snapshot, wait, rank, has_left=suspects.has_left(rank))
         if shift is not None:
             shifts.setdefault(shift.group, shift)
     return list(shifts.values())

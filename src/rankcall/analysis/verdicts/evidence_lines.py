@@ -85,6 +85,15 @@ def _side(fact: Fact, live: bool) -> str:
     return f"{name_ranks(who(fact))}: {name_op(call)}{place}{values}"
 
 
+def _other_line(fact: Fact, live: bool) -> str:
+    call = call_in(fact)
+    return (
+        f"{name_ranks(who(fact))}: before, {call.op} #{call.seq} came from {call.line}, and from "
+        f"{fact.value('line')} on {name_ranks(others_of(fact))}: it may be a call too many, or one "
+        "in place of another"
+    )
+
+
 def _two_threads(fact: Fact, live: bool) -> str:
     whose = "its" if len(who(fact).numbers) == 1 else "their"
     have = verbs_for(2, live).have
@@ -228,6 +237,7 @@ LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.RECEIVES: _side,
     Relation.ISSUED: _side,
     Relation.IN_JOIN: _in_join,
+    Relation.OTHER_LINE: _other_line,
     Relation.TWO_THREADS: _two_threads,
     Relation.ENDED_WITHOUT_RECORDS: _ended_without_records,
     Relation.HAD_NO_GROUP: _had_no_group,

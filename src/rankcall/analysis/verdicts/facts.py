@@ -88,6 +88,8 @@ class Relation(str, Enum):
     LOOPED_AGAIN = "looped_again"
     TWO_THREADS = "two_threads"  # of each rank, calls in the group have not ended. values: group
     IN_JOIN = "in_join"  # the call of the ranks is one of their Join's, and that of the others not
+    # The ranks had issued this call, before, from another line than others. values: line, theirs
+    OTHER_LINE = "other_line"
     SHIFTED = "shifted"  # at least 3 calls equal those of the others this number of calls on
     PASSED = "passed"  # the ranks passed these values to the call. values: by field
     SENDS = "sends"  # the sending end of a message. values: by field

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot, unfinished
-from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values_of
+from rankcall.analysis.verdicts.disagreements import (
+    SPLITS,
+    Disagreement,
+    OtherLine,
+    Side,
+    values_of,
+)
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
     CallFact,
@@ -392,6 +398,8 @@ class DisagreementKind(Kind):
         sides = [_side(snapshot, disagreement, side) for side in disagreement.sides[:SHOWN]]
         if disagreement.in_join:
             sides.append(Fact(Relation.IN_JOIN, ranks_of(snapshot, disagreement.in_join)))
+        if disagreement.other_line is not None:
+            sides.append(_other_line(snapshot, disagreement, disagreement.other_line))
         return self.finding(
             culprits,
             victims=tuple(sorted(victims)),
@@ -415,6 +423,14 @@ def _side(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> Fact:
     values = () if shown_elsewhere else values_of(snapshot, disagreement, side)
     ranks = ranks_of(snapshot, side.ranks)
     return Fact(Relation.PASSED, ranks, call_of_side(snapshot, disagreement, side), values=values)
+
+
+def _other_line(snapshot: Snapshot, disagreement: Disagreement, other: OtherLine) -> Fact:
+    """Return the earlier call that two sides issued from two lines."""
+    first, last = (ranks_of(snapshot, disagreement.sides[at].ranks) for at in (0, -1))
+    line = snapshot.shown_site(int(snapshot.calls["site"][other.theirs]))
+    call = call_of(snapshot, other.mine)
+    return Fact(Relation.OTHER_LINE, first, call, others=last, values=(("line", line),))
 
 
 def call_of_side(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> CallFact:

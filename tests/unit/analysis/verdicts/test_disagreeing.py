@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, Call, group_of, together
 
+from rankcall.analysis.snapshot import ALIVE
 from rankcall.report import diagnosis_text, top
 from rankcall.ring.tables import Group
 
@@ -542,6 +544,87 @@ def test_lines_that_only_one_rank_has_are_no_first_difference(tmp_path: Path) ->
     calls += unfinished(WORLD, 9, (2,), 9 * MS, op="barrier", line=30)
     (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
     assert (finding.kind, finding.ranks, finding.seq) == ("desync", (2,), 9)
+
+
+BRANCHES = ("half", "rare", "once")
+
+
+def branching(rng: random.Random, how: str, skipped: int = -1) -> list[list[tuple[str, int]]]:
+    """Return the ops and lines of four ranks, whose 40 calls come from one of two lines.
+
+    A healthy program has a branch for a batch without data, say, which leads to the same call.
+    ``how``: a rank takes it in half of the steps, rarely, or once; ``skipped`` leaves one call out.
+    """
+    chance = {"half": 0.5, "rare": 0.05, "once": 0.0}[how]
+    once = rng.choice([rank for rank in range(4) if rank != skipped]), rng.randrange(5, 35)
+    ranks = []
+    for rank in range(4):
+        calls = [
+            ("all_reduce", 8 if rng.random() < chance or once == (rank, step) else 7)
+            for step in range(40)
+        ]
+        if rank == skipped:
+            del calls[35]
+        ranks.append([*calls, ("barrier", 30)])
+    return ranks
+
+
+def calls_up_to(ranks: list[list[tuple[str, int]]], last: int, absent: int = -1) -> list[Call]:
+    """Return the records of ranks of which none gets out of its call number ``last``."""
+    return [
+        Call(rank, seq, seq * MS, seq * MS + 1 if seq < last else None, op, group=WORLD, line=line)
+        for rank, calls in enumerate(ranks)
+        for seq, (op, line) in enumerate(calls[: last - (rank == absent)], 1)
+    ]
+
+
+@pytest.mark.parametrize("how", BRANCHES)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_branch_to_the_same_call_is_no_desync_of_others(
+    tmp_path: Path, how: str, seed: int
+) -> None:
+    """Of healthy calls from lines that differ, none is blamed for a rank that does not come."""
+    rng = random.Random(seed)
+    absent = rng.randrange(4)
+    calls = calls_up_to(branching(rng, how), 40, absent)
+    (finding,) = diagnose_calls(tmp_path, calls, states=dict.fromkeys(range(4), ALIVE)).findings
+    assert finding.ranks == (absent,)
+
+
+@pytest.mark.parametrize("how", BRANCHES)
+@pytest.mark.parametrize("seed", range(12))
+def test_who_skipped_a_call_beside_branches(tmp_path: Path, how: str, seed: int) -> None:
+    """The rank whose op differs is named, although lines differed before on other ranks."""
+    rng = random.Random(seed)
+    skipped = rng.randrange(4)
+    calls = calls_up_to(branching(rng, how, skipped), 40)
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert (finding.kind, finding.ranks) == ("desync", (skipped,))
+
+
+def one_too_many(line: int, at: int = 20) -> list[list[tuple[str, int]]]:
+    """Return what four ranks issue, of which rank 0 has a call more, from a line of its own."""
+    usual = [("all_reduce", 7)] * 40
+    return [[*usual[:at], ("all_reduce", line), *usual[at:]], *[usual] * 3]
+
+
+def test_a_call_too_many_after_which_the_others_ended(tmp_path: Path) -> None:
+    """Ranks 1 to 3 are done, and rank 0 waits: one call of its own had met one of theirs."""
+    calls = calls_up_to(one_too_many(line=9), 41)
+    exits = dict.fromkeys((1, 2, 3), (0, 60.0))
+    (finding,) = diagnose_calls(tmp_path, calls, states={0: ALIVE}, exits=exits).findings
+    assert (finding.kind, finding.ranks, finding.seq) == ("desync", (0,), 21)
+    assert "all_reduce (train.py:9) as #21" in finding.summary
+    assert "against all_reduce (train.py:7) of ranks 1-3" in finding.summary
+
+
+def test_a_call_too_many_before_another_op(tmp_path: Path) -> None:
+    """The place where the ops differ is far behind the line that is at fault, which is shown."""
+    ranks = [[*calls, ("barrier", 30)] for calls in one_too_many(line=9)]
+    (finding,) = diagnose_calls(tmp_path, calls_up_to(ranks, 41), states={}).findings
+    assert (finding.kind, finding.ranks, finding.seq) == ("desync", (0,), 41)
+    (line,) = [line for line in finding.evidence if "before, all_reduce #21" in line]
+    assert "train.py:9, and from train.py:7 on ranks 1-3" in line
 
 
 def test_a_rank_that_shadows_in_a_join(tmp_path: Path) -> None:

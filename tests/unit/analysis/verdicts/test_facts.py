@@ -506,6 +506,13 @@ LINES = [
         f"{NAMES}: that call is one of their Join's own; without inputs, they answer the calls of the joinables, and no others",
     ),
     (
+        of(R.OTHER_LINE, None, CALL, line="eval.py:3"),
+        f"{NAME}: before, all_reduce #7 came from train.py:9, and from eval.py:3 on rank 0 "
+        "(node-a, pid 100): it may be a call too many, or one in place of another",
+        f"{NAMES}: before, all_reduce #7 came from train.py:9, and from eval.py:3 on ranks 4-5 "
+        "(node-c): it may be a call too many, or one in place of another",
+    ),
+    (
         of(R.NOT_KNOWN, why="unheard"),
         f"nothing is known of {NAME}: no answer from there",
         f"nothing is known of {NAMES}: no answer from there",
