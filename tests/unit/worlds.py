@@ -71,13 +71,15 @@ def write_world(
     failures: dict[int, str] | None = None,
     beats: dict[int, tuple[int, int]] | None = None,
     capacities: dict[int, int] | None = None,
+    devices_known: dict[int, int] | None = None,
 ) -> Path:
     """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
 
     The ranks in ``left`` have come to the end of their program, and the watchers of those in
     ``aborted`` have ended them. ``failures`` has the exceptions that ended ranks, ``beats`` the
-    native and the Python heartbeat in ns after START, and ``capacities`` the number of records
-    that a rank's ring holds, if it is to overwrite some. Without ``closed``, all are closed.
+    native and the Python heartbeat in ns after START, ``capacities`` the number of records
+    that a rank's ring holds, if it is to overwrite some, and ``devices_known`` the time in ns after
+    START until which the ends on its devices are known. Without ``closed``, all are closed.
     """
     (folder / "rings").mkdir(parents=True)
     by_ring: dict[tuple[int, int, int], list[Call]] = {(r, 0, 0): [] for r in ranks or ()}
@@ -96,12 +98,19 @@ def write_world(
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         name = ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
         path = write_ring(folder / "rings" / name, spec, (capacities or {}).get(rank))
+        if rank in (devices_known or {}):
+            known_ns = START + shift + (devices_known or {})[rank]
+            _write_into(path, "devices_known_ns", known_ns.to_bytes(8, "little"))
         if rank in (failures or {}):
-            with path.open("r+b") as file:
-                file.seek(offset_of("failure"))
-                file.write((failures or {})[rank].encode())
+            _write_into(path, "failure", (failures or {})[rank].encode())
         path.rename(path.with_suffix(f".{life}.ring"))
     return folder
+
+
+def _write_into(path: Path, field: str, value: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset_of(field))
+        file.write(value)
 
 
 def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:

@@ -32,7 +32,7 @@ from rankcall.ring.tables import CallSite, Group, site_from, site_object
 
 Calls = npt.NDArray[Any]
 
-SCHEMA = 8
+SCHEMA = 9
 _MOST_MEMBERS = 1 << 17  # of all groups, and 64 more for each rank: a short run stands for many
 _MOST_NUMBER = 1 << 62
 _LONGEST_S = 1e9

@@ -20,6 +20,7 @@ from rankcall.analysis.rank_states import SeenRing, beats, is_outdated, moments_
 from rankcall.analysis.snapshot import (
     CALL,
     GONE,
+    NOTICED_S,
     UNKNOWN,
     Calls,
     RankState,
@@ -184,6 +185,11 @@ class SnapshotBuilder:
         moment = np.array(bounded, np.int64)[calls["rank"]]
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)
+        known = np.zeros(len(moments), np.int64)
+        for rank, ring in self._seen.items():
+            known[rank] = min(max(ring.header.devices_known_ns, 0), LARGEST)
+        known = known[calls["rank"]]
+        calls["noticed_s"] = np.where(known > 0, np.maximum(moment - known, 0) / _S, NOTICED_S)
         return calls
 
 

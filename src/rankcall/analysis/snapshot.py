@@ -29,8 +29,8 @@ COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
 OUTSIDE = -2  # a root or peer outside the group
 # How a rank stands with its call; the values are those of JSON.
 IN, LEFT, FAILED_IN, END_UNKNOWN = "in", "left", "failed", "end_unknown"
-# The end of an op on a device is noticed up to so many s late. Until an op is older, it is not
-# known whether it has ended.
+# The end of an op on a device is noticed up to so many s late, if the rank's threads are not kept
+# from running. Rings of older versions do not say when their ranks have looked.
 NOTICED_S = 2.0
 SEND, RECV = OPS.index("send"), OPS.index("recv")
 
@@ -62,6 +62,7 @@ CALL = np.dtype(
         ("age_s", "<f8"),  # since it was issued
         ("ended_s", "<f8"),  # since it ended, or its device's end was noticed; NaN: it has not
         ("took_s", "<f8"),  # on its device; NaN: not known, or on the CPU
+        ("noticed_s", "<f8"),  # what ended on its rank's devices more than so long ago is on record
         ("kind", "u1"),
         ("op", "u1"),
         ("dtype", "u1"),
@@ -222,10 +223,10 @@ def unfinished(calls: Calls) -> Bools:
 def end_unknown(calls: Calls) -> Bools:
     """Return which calls may have ended or not: they were issued, and nothing more is known.
 
-    Their end cannot be known (``FLAG_ABANDONED``), or their device may have ended them since
-    rankcall looked.
+    Their end cannot be known (``FLAG_ABANDONED``), or their device may have ended them since their
+    rank looked.
     """
-    new = (calls["flags"] & FLAG_DEVICE != 0) & (calls["age_s"] < NOTICED_S)
+    new = (calls["flags"] & FLAG_DEVICE != 0) & (calls["age_s"] < calls["noticed_s"])
     unknown: Bools = (calls["status"] < COMPLETED) & (new | (calls["flags"] & FLAG_ABANDONED != 0))
     return unknown
 

@@ -61,10 +61,23 @@ _MOST_OPS = 1 << 16  # of a group, in case that its back end never says that any
 # For a look that another thread has begun. It calls into the back end, which may hang with the
 # device: the end of a recording then goes on without a last look.
 _LOOK_SECONDS = 1.0
-# When the end of an op is known to the back end: ProcessGroupNCCL's watchdog looks at its devices
-# every 100 ms, which gets two looks, and that of ProcessGroupNCCL2, which has no status, every
-# second.
-_KNOWN_AFTER_S, _KNOWN_AFTER_S_WITHOUT_STATUS = 0.25, 1.25
+
+
+class _Lag(NamedTuple):
+    """How late a back end knows that an op is over.
+
+    Verdicts rest on the number of looks. A busy machine delays the back end's watchdog as well as
+    the thread that looks, so no number of seconds would do.
+    """
+
+    seconds: float
+    looks: int
+
+
+# ProcessGroupNCCL's watchdog looks at its devices every 100 ms, which gets two looks, and that of
+# ProcessGroupNCCL2, which has no status, every second.
+_WITH_STATUS, _WITHOUT_STATUS = _Lag(0.25, 1), _Lag(1.25, 2)
+_APART_NS = 900_000_000  # looks between, which readers ask for, give a watchdog no more time
 
 
 class GroupStatus(NamedTuple):
@@ -364,6 +377,8 @@ class DeviceStatus:
         self._uids: dict[int, int] = {}  # the status of a group stays when the group is gone
         self._new: set[int] = set()  # groups that were made since recording began, without ops yet
         self._is_closed = False
+        self._known_ns = clock_ns()
+        self._looks_ns = deque([self._known_ns] * 3, maxlen=3)  # when the last ones were begun
 
     def add_group(self, number: int, process_group: Any, new: bool) -> None:
         """Remember the group of an id, for as long as the group lives.
@@ -382,6 +397,15 @@ class DeviceStatus:
         if new:
             self._new.add(number)
 
+    @property
+    def known_ns(self) -> int:
+        """The time before which no op has ended on a device without its record having been ended.
+
+        It is that of an earlier look, since which the back end's watchdog has had its turn. While
+        no look comes to its end, it stays as it is.
+        """
+        return self._known_ns
+
     def poll(self) -> float:
         """End the records of the ops that have completed since the last call.
 
@@ -391,17 +415,34 @@ class DeviceStatus:
         with background.holding(self._lock, _LOOK_SECONDS) as is_held:
             if not is_held or self._is_closed:
                 return 0.0
-            self._poll()
-            return max(
-                (
-                    _KNOWN_AFTER_S if number in self._uids else _KNOWN_AFTER_S_WITHOUT_STATUS
-                    for number, ops in self._ops.items()
-                    if not ops.is_idle
-                ),
-                default=0.0,
-            )
+            begun_ns = self._clock_ns()
+            has_looked = True  # even if the back end fails: it will tell no more later
+            try:
+                has_looked = self._poll()
+            finally:
+                if has_looked:
+                    self._note_look(begun_ns)
+            return self._lag().seconds
 
-    def _poll(self) -> None:
+    def _lag(self) -> _Lag:
+        """Return the longest lag of the groups that have ops in flight."""
+        return max(
+            (
+                _WITH_STATUS if number in self._uids else _WITHOUT_STATUS
+                for number, ops in self._ops.items()
+                if not ops.is_idle
+            ),
+            default=_Lag(0.0, 0),
+        )
+
+    def _note_look(self, begun_ns: int) -> None:
+        if begun_ns - self._looks_ns[-1] >= _APART_NS:
+            self._looks_ns.append(begun_ns)
+        looks = self._lag().looks
+        self._known_ns = max(self._known_ns, self._looks_ns[-1 - looks] if looks else begun_ns)
+
+    def _poll(self) -> bool:
+        """Look, as ``poll`` says; return False if the back end's status could not be read now."""
         # The ends come first: an op is noted before its future can end it.
         ended = self._capture.take_ended_device_ops()
         self._take()
@@ -411,12 +452,14 @@ class DeviceStatus:
             ops = self._ops.get(op.noted.group) if op is not None else None
             if op is not None and ops is not None:
                 self._capture.end_device_ops(ops.settle(op), now_ns)
+        has_looked = True
         if any(ops.needs_status for ops in self._ops.values()):
-            with self._capture.reading_status() as may_read:
-                status = self._read() if may_read else None
-            if status is not None:
+            with self._capture.reading_status() as has_looked:
+                status = self._read() if has_looked else {}
+            if has_looked:
                 self._compare(status, now_ns)
         self._forget_gone()
+        return has_looked
 
     def _forget_gone(self) -> None:
         """Forget the groups that are gone and have no ops in flight."""
@@ -454,9 +497,10 @@ class DeviceStatus:
                 return
             self._is_closed = True
             self._poll()
-            since_ns = self._clock_ns() - _SETTLED_NS
+            now_ns = self._clock_ns()
             for ops in self._ops.values():
-                self._close(ops.take(lambda op: op.noted_ns >= since_ns))
+                self._close(ops.take(lambda op: op.noted_ns >= now_ns - _SETTLED_NS))
+            self._known_ns = now_ns
 
     def _close(self, ops: Iterable[DeviceOp]) -> None:
         records = [op.record for op in ops]

@@ -216,6 +216,7 @@ class Recording(Handle):
         background.join(self._heart, _JOIN_SECONDS)
         if not self._heart.is_alive():  # otherwise it may be inside the back end's status
             self._follow_devices(self._devices.close)
+            put(self.ring, "devices_known_ns", self._devices.known_ns)
             self._sampler.sample(self._training_thread.find())
             self._sampler.stop()
         self._lines.stop()
@@ -288,6 +289,7 @@ class Recording(Handle):
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._devices.poll_every_s
                 self._follow_devices(self._devices.poll)
+            put(self.ring, "devices_known_ns", self._devices.known_ns)
             pause_s = self._sampler.pause_s()
             due_ns = time.monotonic_ns() + int(pause_s * 1e9)
             self._stopped.wait(pause_s)

@@ -159,6 +159,8 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     # The oldest call in flight, for the leader of the node. Ranks in one call have one number.
     "in_call_ns": ("<i8", 3584),  # CLOCK_MONOTONIC; when it was issued; 0: in none
     "in_call": ("<u8", 3592),
+    # CLOCK_MONOTONIC; what ended on its devices before then is on record. 0 in rings of 0.2.0.
+    "devices_known_ns": ("<i8", 3600),
 }
 HEADER = np.dtype(
     {
@@ -296,6 +298,7 @@ class Header:
     saved_at: int = 0
     in_call_ns: int = 0
     in_call: int = 0
+    devices_known_ns: int = 0
     in_store_ns: int = 0
     idle_ns: int = 0
     phase_names: str = ""

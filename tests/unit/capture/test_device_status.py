@@ -437,3 +437,56 @@ def test_an_op_enqueued_during_a_look_is_not_counted_as_a_message(bench: Bench) 
     bench.issue(2, number=2)
     ended = bench.look(completed=2)
     assert (2, True) in ended + bench.look()
+
+
+@pytest.mark.parametrize(("uid", "looks"), [(7, 1), (None, 2)])
+def test_ends_are_known_until_an_earlier_look(uid: int | None, looks: int) -> None:
+    """A back end's watchdog has its turn between two looks, or, if it keeps no status, in two.
+
+    How long a look comes after another one says nothing: a busy machine delays the watchdog, too.
+    """
+    bench = Bench()
+    bench.status.add_group(1, ProcessGroup(uid), new=False)
+    bench.issue(0, 5, watched=True)
+    begun = [bench.status.known_ns]
+    for seconds in (1, 30, 1, 5):
+        bench.now_ns += (seconds - 1) * SECOND
+        bench.look(4)
+        begun.append(bench.now_ns)
+        assert bench.status.known_ns == begun[max(0, len(begun) - 1 - looks)]
+    bench.end(0)
+    bench.look(4)
+    assert bench.status.known_ns == bench.now_ns  # nothing is in flight
+
+
+def test_looks_that_follow_at_once_give_the_watchdog_no_time(bench: Bench) -> None:
+    """A reader may ask for looks between those of each second."""
+    bench.issue(0, 5)
+    bench.look(4)
+    known_ns = bench.status.known_ns
+    for _ in range(5):
+        bench.now_ns += SECOND // 10
+        bench.status.poll()
+        assert bench.status.known_ns == known_ns
+
+
+def test_a_look_at_which_nothing_can_be_read_is_none(bench: Bench) -> None:
+    """While a thread captures, the status is not read, and the ends since then are not known."""
+    bench.issue(0, 5)
+    bench.look(4)
+    known_ns = bench.status.known_ns
+    bench.may_read = False
+    bench.look(5)
+    assert bench.status.known_ns == known_ns
+    bench.may_read = True
+    assert bench.look(5) == [(0, True)]
+    assert bench.status.known_ns == bench.now_ns
+
+
+def test_nothing_ends_unnoticed_after_the_last_look(bench: Bench) -> None:
+    """What is in flight after the end of a recording has not ended."""
+    bench.issue(0, 5)
+    bench.look(4)
+    bench.now_ns += 10 * SECOND
+    bench.status.close()
+    assert bench.status.known_ns == bench.now_ns

@@ -73,6 +73,7 @@ SENT = call("started", OLD, op=SEND)
 def test_where_a_rank_stands(calls: list[dict[str, Any]], at: int, how: str) -> None:
     """In the oldest call that it is stuck in; else with its newest call, if known, at its end."""
     rows = np.zeros(2 * len(calls), CALL)
+    rows["noticed_s"] = NOTICED_S
     for rank in (0, 3):  # whatever stands beside it
         for index, values in enumerate(calls):
             row = rows[index + (len(calls) if rank else 0)]

@@ -18,14 +18,12 @@ from rankcall.analysis.snapshot import (
     COLLECTIVE,
     COMPLETED,
     GONE,
-    NOTICED_S,
     P2P,
     RECV,
     SEND,
     Bools,
     Calls,
     Snapshot,
-    end_unknown,
     failed_for_good,
     invalid_calls,
     unfinished,
@@ -102,9 +100,9 @@ class HangEvidence:
         if self.snapshot.dumped:
             may_be_over = (ends["status"] < COMPLETED) & (ends["flags"] & FLAG_ABANDONED != 0)
             return not may_be_over.any()
-        on_device = ends["flags"] & FLAG_DEVICE != 0
-        shortest = float(self.allowed[wait.rows].min())
-        least = np.where(on_device, max(shortest, NOTICED_S), shortest)
+        least = float(self.allowed[wait.rows].min())
+        if ends["flags"][0] & FLAG_DEVICE:
+            least = max(least, float(self.snapshot.calls["noticed_s"][wait.rows].min()))
         return bool((ends["age_s"] >= least).all())
 
     def is_alone_in(self, wait: Wait) -> bool:
@@ -298,20 +296,28 @@ def _limit(
 
 
 def _may_be_over(calls: Calls) -> Bools:
-    """Return which calls in flight may have ended, since the end of one of them may have.
+    """Return which calls in flight may have ended since their rank looked at its devices.
 
     No view says of a rank that it is in a call whose end may not have been noticed yet, so no
-    verdict may say so either. A collective that a member has only just issued may end for all.
+    verdict may say so either. A collective may end for all once its last member has issued it.
+    Whether that member has looked since does not matter: one that is stopped never does, and the
+    others hang.
     """
-    unknown = end_unknown(calls) & unfinished(calls)
-    if not unknown.any():
-        return unknown
-    of_group = np.stack([calls["kind"], calls["group"], calls["seq"].astype(np.int64)])
-    _, which = np.unique(of_group, axis=1, return_inverse=True)
-    which = which.ravel()
-    with_another = np.zeros(int(which.max()) + 1, bool)
-    with_another[which[unknown & (calls["kind"] == COLLECTIVE)]] = True
-    over: Bools = unknown | with_another[which]
+    on_device = calls["flags"] & FLAG_DEVICE != 0
+    in_flight: Bools = unfinished(calls) & on_device
+    if not in_flight.any():
+        return in_flight
+    may_end_s = calls["age_s"].copy()  # since it may end
+    new = on_device & (calls["age_s"] < calls["noticed_s"][in_flight].max())
+    rows = np.flatnonzero((in_flight | new) & (calls["kind"] == COLLECTIVE))
+    if len(rows):
+        of_group = np.stack([calls["group"][rows], calls["seq"][rows]])
+        _, which = np.unique(of_group, axis=1, return_inverse=True)
+        which = which.ravel()
+        since = np.full(int(which.max()) + 1, np.inf)
+        np.fmin.at(since, which, may_end_s[rows])
+        may_end_s[rows] = since[which]
+    over: Bools = in_flight & (may_end_s < calls["noticed_s"])
     return over
 
 

@@ -119,6 +119,59 @@ def test_a_verdict_does_not_speak_of_ends_that_may_not_have_been_noticed(
             assert {(row.how, row.seq) for row in diagnosis.ranks} == {("in", HUNG)}
 
 
+@pytest.mark.parametrize(
+    ("looked", "found", "how"),
+    [
+        ((), [], {"end_unknown"}),
+        ((0, 1, 2, 3), [("stuck", ())], {"in"}),
+        ((0, 2, 3), [("stuck", ())], {"in", "end_unknown"}),
+    ],
+)
+def test_what_no_rank_has_looked_at_since_is_not_stuck(
+    tmp_path: Path, looked: tuple[int, ...], found: list[tuple[str, tuple[int, ...]]], how: set[str]
+) -> None:
+    """On a busy machine, a call may be older than the threshold before its rank looks at its end.
+
+    ``looked``: the ranks that have looked since they issued the call.
+    """
+    calls = calls_on_devices((), told=False)
+    known = {rank: 60_000 * MS if rank in looked else 2 * MS for rank in WORLD.ranks}
+    diagnosis = diagnose_calls(tmp_path, calls, states={}, devices_known=known)
+    assert causes(diagnosis) == found
+    assert {row.how for row in diagnosis.ranks} == how
+
+
+def test_the_rank_that_others_wait_for_has_not_noticed_an_end(tmp_path: Path) -> None:
+    """It is named once it has looked. Until then, nothing is said of the call before."""
+    calls = [
+        replace(call, end=None) if call.seq == HUNG - 1 else call
+        for call in calls_on_devices((), told=False, issued_by=(0, 1, 3))
+    ]
+    before = diagnose_calls(
+        tmp_path / "before", calls, states={}, devices_known=dict.fromkeys(WORLD.ranks, 3 * MS)
+    )
+    assert causes(before) == []
+    after = diagnose_calls(
+        tmp_path / "after",
+        calls_on_devices((), told=False, issued_by=(0, 1, 3)),
+        states={},
+        devices_known=dict.fromkeys(WORLD.ranks, 60_000 * MS),
+    )
+    assert causes(after) == [("missing", (2,))]
+
+
+def test_a_rank_that_is_stopped_never_looks(tmp_path: Path) -> None:
+    """The others have looked, and hang in the call that it has issued."""
+    diagnosis = diagnose_calls(
+        tmp_path,
+        calls_on_devices((), told=False),
+        states={1: "stopped"},
+        beats={1: 0.01},
+        devices_known={0: 69_000 * MS, 1: 2 * MS, 2: 69_000 * MS, 3: 69_000 * MS},
+    )
+    assert causes(diagnosis) == [("stopped", (1,))]
+
+
 @pytest.mark.parametrize("flags", [0, FLAG_DEVICE])
 def test_what_the_last_rank_has_just_come_to_is_not_stuck(tmp_path: Path, flags: int) -> None:
     """The others have waited for that rank. Whether the call is stuck shows from then on."""
