@@ -133,9 +133,9 @@ def test_the_report(browser: Any, tmp_path: Path, kind: str, ranks: int) -> None
         assert wrong == []
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("healthy", 4), ("dead", 4), *LARGER])
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 4) for kind in KINDS), *LARGER])
 def test_the_live_page(browser: Any, tmp_path: Path, kind: str, ranks: int) -> None:
-    """The live page of a job that goes on and of one that hangs."""
+    """The live page of each kind of job, light and dark, narrow and wide."""
     with Served(write(tmp_path, kind, ranks)) as served:
         for scheme in SCHEMES:
             page = browser.new_page(color_scheme=scheme)

@@ -55,7 +55,9 @@ class SlowLink(Kind):
     kind = "slow_link"
     order = 90
     stops = False
-    predicate = Predicate("is linked slowly", "are linked slowly")
+    predicate = Predicate(
+        "is linked slowly", "are linked slowly", "A call that all have come to does not end"
+    )
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield the longest wait that all ranks have arrived at, if a call is overdue.

@@ -134,6 +134,7 @@ OF_NOBODY = {
     "alone": "A call does not end on some ranks",
     "no_progress": "No rank goes on",
     "rpc": "RPCs are not answered",
+    "slow_link": "A call that all have come to does not end",
     "stuck": "A call that all have issued does not end",
 }
 
