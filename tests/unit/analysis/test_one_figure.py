@@ -20,7 +20,9 @@ from rankcall.analysis.verdicts.wording import duration
 from rankcall.analysis.windows import known_since_s
 from rankcall.report.formatting import percent, time
 from rankcall.report.headline import headline
+from rankcall.report.html import render
 from rankcall.report.html.charts import overall
+from rankcall.report.html.first_screen import verdict, verdict_of_finding
 from rankcall.run.load import load
 from rankcall.testing.model import Op, Pace
 from rankcall.testing.synthetic import synthetic_run
@@ -82,6 +84,33 @@ def test_report_page_and_diagnosis_agree(tmp_path: Path, name: str) -> None:
     text = headline(summary)
     assert percent(summary.late.share if summary.late.host else shares[0]) in text.text
     assert f"{percent(summary.late.cost)} of the run" in text.detail
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "healthy"])
+def test_report_and_live_page_name_one_line_and_one_cost(tmp_path: Path, name: str) -> None:
+    """The first card of the report is that of the live page, which shows the finding."""
+    details, diagnosis = both(tmp_path, **JOBS[name])
+    (finding,) = [finding for finding in diagnosis.findings if finding.kind == "straggler"]
+    report, live = verdict(details, diagnosis.findings), verdict_of_finding(finding)
+    assert report.who == live.who
+    assert report.where is not None
+    assert live.where is not None
+    assert (report.where[0], report.where[2]) == (live.where[0], live.where[2])
+    assert report.cost is not None
+    assert live.cost is not None
+    assert report.cost[0] == live.cost[0]
+    assert report.cost[1].split(" of ")[0] == live.cost[1].split(" of ")[0]
+    page = render(details, diagnosis.findings)
+    assert page.count(f"at {live.where[2]}") > 0
+
+
+def test_one_line_with_several_sizes_is_one_line(tmp_path: Path) -> None:
+    """What a line costs is not divided by the sizes of its calls, as those of DDP's buckets."""
+    sizes = (Op(message_bytes=1 << 20, line=3), Op(message_bytes=1 << 10, line=3), Op(line=4))
+    details, diagnosis = both(tmp_path, **LATE, program=sizes)
+    finding = next(finding for finding in diagnosis.findings if finding.kind == "straggler")
+    assert finding.call_site == "train.py:3"
+    assert {line.site.line for line in details.late_lines[:1]} == {3}
 
 
 def test_a_slow_start_is_in_no_figure_of_the_headline(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
 SHOTS = Path(__file__).parents[3] / "build" / "screens"
-WAIT_MS = 60_000
+WAIT_MS = 600_000  # a page of 16,384 ranks on a busy machine
 WIDTHS = (400, 1440)
 SCHEMES = ("light", "dark")
 # A kind of job: the ranks at which its fault is planted, and what the report's title says of them.

@@ -202,15 +202,17 @@ def _latest_to(
 ) -> tuple[CollectiveTable, Floats, npt.NDArray[np.intp], npt.NDArray[np.intp]] | None:
     """Return the group with the line that ranks come late to in most parts of the time.
 
-    A line is one with an op and a size. One long wait at another line, such as at the start, is in
-    one part only. Of lines in equally many parts, the one that costs most is taken.
+    One long wait at another line, such as at the start, is in one part only. Of lines in equally
+    many parts, the one that costs most is taken; and of its ops and sizes, the dearest one.
 
     Returns:
         The table, by how much (ns) the ranks came last in its collectives of that time (0: they did
-        not), the columns of these, and which of them are of that line and were waited for.
+        not), the columns of these, and which of them are of that op and size at that line, and were
+        waited for.
     """
     late = list(stragglers.ranks)
-    costs: dict[tuple[int, tuple[int, ...]], dict[int, float]] = {}
+    costs: dict[tuple[int, int], dict[int, float]] = {}  # of a line in a table, by part
+    whole: dict[tuple[int, tuple[int, ...]], float] = {}  # of an op and a size at a line
     seen = []
     for number, table in enumerate(recent.tables):
         lateness, came, columns = _lateness(table, late, recent.clocks)
@@ -221,16 +223,19 @@ def _latest_to(
         which = np.searchsorted(parts.edges, came, side="right")
         for line, part, cost in zip(lines, which.tolist(), lateness.tolist(), strict=True):
             if cost > 0:
-                by_part = costs.setdefault((number, line), {})
+                by_part = costs.setdefault((number, line[-1]), {})
                 by_part[part] = by_part.get(part, 0.0) + cost
+                whole[number, line] = whole.get((number, line), 0.0) + cost
     if not costs:
         return None
-    dearest: dict[int, tuple[float, tuple[int, tuple[int, ...]]]] = {}
+    dearest: dict[int, tuple[float, tuple[int, int]]] = {}
     for key, by_part in costs.items():
         for part, cost in by_part.items():
             dearest[part] = max(dearest.get(part, (0.0, key)), (cost, key))
     won = Counter(key for _, key in dearest.values())
-    number, line = max(costs, key=lambda key: (won[key], sum(costs[key].values())))
+    number, site = max(costs, key=lambda key: (won[key], sum(costs[key].values())))
+    there = [key for key in whole if (key[0], key[1][-1]) == (number, site)]
+    _, line = max(there, key=whole.__getitem__)
     table, lateness, columns, lines = seen[number]
     of_line = np.array([other == line for other in lines], bool)
     return table, lateness, columns, np.flatnonzero(of_line & (lateness > 0))

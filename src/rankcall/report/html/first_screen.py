@@ -67,7 +67,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
     makes = "makes" if len(named) == 1 else "make"
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
     title = f"{begin_sentence(ranks)}{on} {makes} the others wait"
-    where = _where(details, first.ranks)
+    where = _where(details, findings, first.ranks)
     return FirstScreen(title, f"{first.text} {first.detail}", True, culprits, where, cost=cost)
 
 
@@ -86,10 +86,27 @@ def verdict_of_finding(finding: Finding) -> FirstScreen:
     place = finding.culprit_place
     if place is not None:
         where = _short(finding.culprit_line), _doing(place), finding.culprit_line
-    held_up = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
-    cost = (time(finding.since_s * 1e3), held_up) if finding.since_s > 0 else None
-    details = f"{finding.summary} {finding.advice}".strip()
+    details, cost = f"{finding.summary} {finding.advice}".strip(), _cost(finding)
     return FirstScreen(title_of(finding), details, True, culprits, where, waiting, cost)
+
+
+def _cost(finding: Finding) -> tuple[str, str] | None:
+    """Return how long others are held up, or what ranks that come late cost each of them."""
+    if finding.since_s <= 0:
+        return None
+    share, whole = _makes_wait(finding), time(finding.since_s * 1e3)
+    if share is not None:
+        lost = time(share * finding.since_s * 1e3)
+        return lost, f"{percent(share)} of {whole}, lost by each other rank"
+    return whole, plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
+
+
+def _makes_wait(finding: Finding) -> float | None:
+    """Return in which part of its time each other rank waits for the ranks of a finding."""
+    for fact in finding.facts:
+        if fact.relation is Relation.MAKES_WAIT and fact.number is not None:
+            return fact.number / 100
+    return None
 
 
 def title_of(finding: Finding) -> str:
@@ -119,8 +136,16 @@ def _short(line: str) -> str:
     return line_names(framework or user, user if framework else "")
 
 
-def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
+def _where(
+    details: Details, findings: Sequence[Finding], ranks: tuple[int, ...]
+) -> tuple[str, str, str] | None:
+    """Return the line at which ranks come late: the one that a diagnosis names, if there is one."""
     lines = [line for line in details.late_lines if line.rank in ranks and line.site.line]
+    for finding in findings:
+        if finding.ranks == ranks and finding.call_site and _makes_wait(finding) is not None:
+            lines = [line for line in lines if line.site.shown == finding.shown_line]
+            if not lines:
+                return verdict_of_finding(finding).where
     if not lines:
         return None
     dearest = max(lines, key=lambda line: line.cost_ms)
