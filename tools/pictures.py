@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Make the pictures of README's tour from two jobs: one hangs, one has a slow rank.
+"""Make the pictures of README's tour from two jobs, and the text of its demo from the demo.
 
 python tools/pictures.py            writes docs/images/tour-*.png, in some minutes
+python tools/pictures.py --demo     writes the beginning of the demo's report into README.md
 
-It needs what `make setup` and `make browser` install. The pictures show what rankcall says of jobs
-on this machine, so hosts, times and figures differ each time; the ranks and the lines do not.
+It needs what `make setup` and `make browser` install. They show what rankcall says of jobs on this
+machine, so hosts, times and figures differ each time; the ranks and the lines do not. On a machine
+with other work, the other ranks are late as well, so the demo's figures are not typical there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
+README = ROOT / "README.md"
+DEMO = ("--slow-ms", "20")  # as `make demo` has it
+_TEXT = re.compile(
+    r"(?<=^The demo's report begins like this:\n\n```text\n).*?(?=^```$)", re.M | re.S
+)
 RANK = "2"  # the one that is at fault in both jobs
 _JOB = ("--nproc-per-node", "4", "train_digits.py", "--slow-rank", RANK)
 _NEVER = ("--slow-ms", "3600000", "--slow-from", "2")  # its second epoch does not get its data
@@ -32,12 +39,15 @@ padding:20px 24px;color:#e6e8eb;font:14px/1.45 'DejaVu Sans Mono',monospace">{}<
 
 
 def main() -> int:
-    """Run both jobs, and take the pictures."""
+    """Run the jobs, and take the pictures or write the text."""
     # The folder stands in the pictures, so its name does not depend on who takes them.
     folder = Path(tempfile.gettempdir()) / "digits"
     folder.mkdir()
     try:
-        _take(folder)
+        if sys.argv[1:] == ["--demo"]:
+            _demo(folder)
+        else:
+            _take(folder)
     finally:
         shutil.rmtree(folder)
     return 0
@@ -50,6 +60,28 @@ def _take(folder: Path) -> None:
     _rankcall(folder, "run", "--run-dir", "slow", *_JOB, *late)
     _rankcall(folder, "report", "slow", "-o", "slow.html")
     _photograph(folder, {"tour-slow": "slow"})
+
+
+def _demo(folder: Path) -> None:
+    """Run what `make demo` runs, and write the first words of its report into README."""
+    shutil.copy(ROOT / "examples" / "train_digits.py", folder)
+    _rankcall(folder, "run", "--run-dir", "demo", *_JOB, *DEMO)
+    report = _rankcall(folder, "report", "demo")
+    README.write_text(with_text(README.read_text(), report))
+
+
+def with_text(readme: str, report: str) -> str:
+    """Return README with the first words of another report of the demo.
+
+    Raises ``SystemExit`` if the report does not say that the demo's slow rank makes others wait, or
+    if README has no place for it.
+    """
+    words = report.partition("\n\n")[0]
+    if not words.startswith(f"Rank {RANK} "):
+        raise SystemExit(f"the demo's report does not begin with rank {RANK}:\n{words}")
+    if len(_TEXT.findall(readme)) != 1:
+        raise SystemExit("README has no text of the demo's report")
+    return _TEXT.sub(lambda _: f"{words}\n", readme)
 
 
 def _hang(folder: Path) -> None:

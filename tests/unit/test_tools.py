@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pictures
 import prose
 import pytest
 import shape
@@ -211,3 +212,18 @@ def test_the_package_itself() -> None:
     """The real package is measured: ``make lint`` passes the limits that stand in the Makefile."""
     (line,) = (line for line in MAKEFILE.splitlines() if "tools/shape.py" in line)
     assert shape.main(line.split("tools/shape.py")[1].split()) == 0
+
+
+def test_the_demo_of_readme_is_a_reports_beginning() -> None:
+    """Only the text of the demo's report is replaced, and only by one that names its slow rank."""
+    assert f"--slow-rank {pictures.RANK} {' '.join(pictures.DEMO)}" in MAKEFILE
+    readme = (ROOT / "README.md").read_text()
+    report = "Rank 2 (a) came last.\nWaiting for it cost much.\n\nWhat ran where\n  ranks 4\n"
+    made = pictures.with_text(readme, report)
+    assert "like this:\n\n```text\nRank 2 (a) came last.\nWaiting for it cost much.\n```\n" in made
+    before, after = (text.partition("like this:")[2].partition("```\n") for text in (readme, made))
+    assert before[2].partition("```")[2] == after[2].partition("```")[2]
+    with pytest.raises(SystemExit, match="does not begin with rank 2"):
+        pictures.with_text(readme, report.replace("Rank 2", "Rank 3"))
+    with pytest.raises(SystemExit, match="no text"):
+        pictures.with_text("# rankcall\n", report)
