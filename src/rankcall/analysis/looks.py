@@ -6,7 +6,7 @@ from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.snapshot import telling_threads
 from rankcall.analysis.verdicts import diagnose, judge, with_stacks
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
-from rankcall.run.load import Run
+from rankcall.run.load import Progress, Run
 from rankcall.run.own_stacks import request_stacks
 
 _NEWEST = 1024  # records that a live view reads from the end of each ring
@@ -15,7 +15,9 @@ _FEWEST, _MOST = 32, 256  # calls that it keeps of each rank
 _MOST_ASKED = 64  # ranks that are asked for their stacks; each of them gets a signal
 
 
-def diagnose_asking(run: Run, hang_after: float | None = None) -> Diagnosis:
+def diagnose_asking(
+    run: Run, hang_after: float | None = None, progress: Progress | None = None
+) -> Diagnosis:
     """Diagnose a run; if it lives, ask the ranks that no record explains for their stacks.
 
     Only the stack of a rank that is in user code, or that waits in torch without a record, can say
@@ -24,8 +26,9 @@ def diagnose_asking(run: Run, hang_after: float | None = None) -> Diagnosis:
     Args:
         run: The run.
         hang_after: See ``diagnose``.
+        progress: Called with the number of rings that are read, and of all rings.
     """
-    diagnosis = diagnose(run, hang_after or None)
+    diagnosis = diagnose(run, hang_after or None, progress)
     if not diagnosis.snapshot.live:
         return diagnosis
     wanted = set(_unexplained(diagnosis)[:_MOST_ASKED])

@@ -19,6 +19,7 @@ from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli.common import (
     Attempt,
     HangAfter,
+    bar,
     console_for_result,
     exit_with,
     open_run,
@@ -128,7 +129,8 @@ def command(
     if len(places) > 1:
         raise typer.BadParameter("give one run, or logs after --log")
     run = open_run(places[0] if places else None, attempt, exits_only=True)
-    result = diagnose_asking(run, hang_after)
+    with bar("reading records") as progress:
+        result = diagnose_asking(run, hang_after, progress)
     dumped = (
         stacks_of(run, by_interest(result, _MOST_STACKS), telling_threads(result.snapshot))
         if stacks

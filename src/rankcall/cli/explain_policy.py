@@ -53,4 +53,4 @@ def _print(rule: str) -> None:
         table.add_column(name, overflow="fold")
     for row in POLICY:
         table.add_row(">" if row.rule == rule else "", row.rule, row.when, row.then)
-    console_for_result().print(table, markup=False)
+    console_for_result(wraps=False).print(table, markup=False)

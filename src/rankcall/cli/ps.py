@@ -56,4 +56,4 @@ def _print(jobs: list[LiveJob]) -> None:
         step = max(header.step for header in job.ranks)
         ranks = format_ranks([header.rank for header in job.ranks])
         table.add_row(ranks, f"{world:,}", f"{step:,}", job.state, clean(str(job.place)))
-    console_for_result().print(table, markup=False)
+    console_for_result(wraps=False).print(table, markup=False)

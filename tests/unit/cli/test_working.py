@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
+from rankcall.cli import main
 from rankcall.cli.common import working
+from rankcall.testing.synthetic import synthetic_run
 
 
 class Screen(io.StringIO):
@@ -19,6 +22,19 @@ class Screen(io.StringIO):
 
     def isatty(self) -> bool:
         return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_reading_many_rings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    """A bar shows how many rings ``diagnose`` has read, if there are many."""
+    synthetic_run(tmp_path / "run", 40, 6)
+    screen = Screen(is_terminal=is_terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["diagnose", str(tmp_path / "run")]) == 0
+    assert ("reading records" in screen.getvalue()) == is_terminal
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
