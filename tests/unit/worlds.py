@@ -45,6 +45,7 @@ class Call:
     code: str = ""  # the source line of the call site
     started: int | None = None
     status: str = "completed"
+    error: str = ""
     flags: int = 0
     device_ms: float = math.nan
     attempt: int = 0
@@ -134,6 +135,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "tag": call.tag,
         "step": call.step,
         "status": STATUSES.index("started" if call.end is None else call.status),
+        "error": spec.string(call.error) if call.error else 0,
         "flags": call.flags,
         "device_ms": call.device_ms,
         "dtype": DTYPES.index(call.dtype),

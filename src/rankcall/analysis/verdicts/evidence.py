@@ -19,6 +19,7 @@ from rankcall.analysis.snapshot import (
     COMPLETED,
     GONE,
     P2P,
+    PEER_CLOSED,
     RECV,
     SEND,
     Bools,
@@ -79,12 +80,19 @@ class HangEvidence:
 
     @property
     def stuck(self) -> Wait | None:
-        """The longest overdue wait that all members have arrived at."""
+        """The longest overdue wait that all members have arrived at.
+
+        Not one that failed because a process closed its connections: that was not stuck, it ended.
+        """
         stuck_waits = [
             wait for wait in self.graph.waits if wait.hung and not wait.absent and not wait.soft
         ]
         stuck_waits.sort(key=lambda wait: -wait.age_s)
-        return next(filter(self._is_overdue_for_all, stuck_waits), None)
+        for wait in stuck_waits:
+            ends = self.snapshot.calls[_ends_of(self.snapshot.calls, wait)]
+            if not (ends["flags"] & PEER_CLOSED).any() and self._is_overdue_for_all(wait):
+                return wait
+        return None
 
     def _is_overdue_for_all(self, wait: Wait) -> bool:
         """Tell whether a wait is overdue since its last member, or its other end, has come.

@@ -287,6 +287,27 @@ def test_the_first_of_several_failures(
     assert transfer.evidence == ()
 
 
+def test_connections_that_ends_close_are_no_stuck_transfer(tmp_path: Path) -> None:
+    """Rank 1 refuses its own arguments and ends; the calls of the others fail because of that."""
+    failed = [
+        Call(
+            rank,
+            4,
+            4 * SECOND,
+            int(4.2 * SECOND),
+            group=WORLD,
+            line=7,
+            status="failed",
+            error="invalid tensor size" if rank == 1 else "Connection closed by peer [::1]:1",
+        )
+        for rank in range(4)
+    ]
+    exits = {1: (1, 5.0), **dict.fromkeys((0, 2, 3), (1, 5.4))}
+    calls = [*THREE_ENDED, *failed]
+    findings = diagnose_calls(tmp_path, calls, seconds=9, states=GONE, exits=exits).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("dead", (1,))]
+
+
 @pytest.mark.parametrize(
     ("host_ended", "lost_at", "named"),
     [
