@@ -27,7 +27,9 @@ could be read, and no wrong rank; of ten made-up logs without a failure, nine ga
 `undecided`. All but one were then mended. The next 20 logs of reports gave 16 right answers, two
 times `undecided` and two times `nothing_found`, and no wrong rank. The next 29, most of them looked
 for because their last words were not in the table, gave 12 right answers, 17 times `nothing_found`,
-and no wrong rank.
+and no wrong rank. The next 27, told again by somebody who had read the code, gave 22 right answers,
+four times `nothing_found`, and one wrong rank: MPI had raised where a message came in that was too
+long. All these were mended.
 
 """
 _NOT_HAD = """\

@@ -29,7 +29,7 @@ _TAIL = """\
 Collectors: JSON lines (`log`, `message`, `msg`, `textPayload`, `MESSAGE`), CRI, Docker, Compose,
 kubectl and journald. Launchers: pdsh, srun (`12: `), mpirun (`[1,3]<stderr>:`), torchrun
 (`[default3]:`) and Ray, with its colours and `[repeated 4x across cluster]`. Frameworks: vLLM,
-SGLang, composer and Determined. Times, levels, colours, and torch's own `[rank3]:`, also
+SGLang, composer, Determined and SkyPilot. Times, levels, colours, and torch's own `[rank3]:`, also
 [garbled](https://github.com/vllm-project/vllm/pull/41160) as `[rank3[]:`. A word and a colon that
 stand before most lines of a log are a host. If a terminal or a collector has wrapped lines at a
 fixed width, they are rejoined.

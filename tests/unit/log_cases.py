@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from rankcall.analysis.logs import diagnose_logs
+
 FOLDER = Path(__file__).parents[1] / "logs" / "cases"
 _MARK = "#: "
 
@@ -69,6 +71,12 @@ def case_of(path: Path) -> LogCase:
 ALL = {path.stem: case_of(path) for path in sorted(FOLDER.glob("*.log"))}
 HARMLESS = {name: case for name, case in ALL.items() if case.kinds == ("nothing_found",)}
 INCIDENTS = {name: case for name, case in ALL.items() if name not in HARMLESS}
+
+
+def judged(path: Path) -> tuple[str, tuple[int, ...]]:
+    """Return the kind and the ranks of the first finding about a log."""
+    finding = diagnose_logs([path]).findings[0]
+    return finding.kind, finding.ranks
 
 
 def raised(

@@ -11,6 +11,11 @@ _ADVICE = (
         "The process may not write to /dev/shm{on}: look at its owner and its mode (1777).",
     ),
     (
+        r"system not yet initialized",
+        "The devices{on} wait for NVIDIA's fabric manager: see that nvidia-fabricmanager runs "
+        "there, and that its version is the driver's.",
+    ),
+    (
         r"last training process is running",
         "A process of an earlier job still has this device{on}: end it (`npu-smi info` shows it), "
         "and start again after 10 s.",

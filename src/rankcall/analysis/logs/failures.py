@@ -254,9 +254,9 @@ def _raised(case: Case) -> list[Finding]:
     alike = {rank for rank, exception in own.items() if exception.kind == own[first].kind}
     raised = own[first]
     line = (("line", raised.site),) if raised.site else ()
-    message = f": {raised.message[:200]}" if raised.message else ""
+    message = f": {raised.said[:200]}" if raised.said else ""
     error = f"{raised.kind.rpartition('.')[2]}{message}"
-    more = case.advice(f"{raised.kind} {raised.message}", ())
+    more = case.advice(f"{raised.kind} {raised.message}{raised.details}", ())
     return [
         case.finding(
             "dead",

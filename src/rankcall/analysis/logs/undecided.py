@@ -307,7 +307,7 @@ def _raised(case: Case) -> list[Fact]:
         writer = raised.line.writer
         if raised.follows or not raised.of_a_job or case.rank(raised.line) >= 0:
             continue
-        error = f"{raised.kind.rpartition('.')[2]}{f': {raised.message}' if raised.message else ''}"
+        error = f"{raised.kind.rpartition('.')[2]}{f': {raised.said}' if raised.said else ''}"
         facts.append(
             _fact(
                 Relation.PROCESS_RAISED,

@@ -11,12 +11,14 @@ back end does not tell of ends.
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -226,12 +228,13 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     columns = _columns(entries)
     sites, groups = _Sites(), _Groups()
     names = _each(_text, columns["profiling_name"])
+    named = _Named(names)
     sizes = [[value or () for value in columns[name]] for name in _SHAPE]
     table, row_of_entry = _shapes(list(zip(names, *sizes, strict=True)))
     records = take_rows(table, row_of_entry)
     records["group"] = groups.indexes(columns["process_group"], columns["pg_id"], names)
     records["call_site"] = sites.indexes(columns["frames"])
-    is_p2p = np.array([value is True for value in columns["is_p2p"]], bool)
+    is_p2p = np.array(_each(_is_true, columns["is_p2p"]), bool)
     records["kind"][is_p2p] = _P2P
     collective = _numbers(columns["collective_seq_id"])
     if not collective.any():
@@ -240,7 +243,8 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     messages = _numbers(columns["p2p_seq_id"])
     numbers = _numbers(columns["record_id"])
     lost = int(numbers[0]) if len(numbers) else 0
-    records["kind"][_ends_of_batches(records, names, collective, messages, lost > 0)] = _P2P
+    ends_batch = named.are(lambda name: name.endswith("coalesced"))
+    records["kind"][_ends_of_batches(records, ends_batch, collective, messages, lost > 0)] = _P2P
     records["seq"] = np.where(records["kind"] == _P2P, messages, collective)
     records["tag"] = 0
     created = _numbers(columns["time_created_ns"])
@@ -251,10 +255,11 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     records["device_ms"] = _each(_duration, columns["duration_ms"])
     status = np.array(_each(_state, columns["state"]), np.uint8)
     status[completed > 0] = _COMPLETED
-    retired = np.array([value is True for value in columns["retired"]], bool)
+    retired = np.array(_each(_is_true, columns["retired"]), bool)
     on_cpu = records["device_type"] == DEVICE_TYPES.index("cpu")
-    endless = _without_ends(retired, status, names)
-    unseen = _ends_not_seen(records, created, completed, names)
+    endless = _without_ends(retired, status, named)
+    by_nccl2 = named.are(lambda name: name.startswith("nccl2:"))
+    unseen = by_nccl2 & _ends_at_issue(records, created, completed)
     status[unseen], records["completed_ns"][unseen] = _ENQUEUED, 0
     endless |= unseen
     ended = retired & on_cpu & (status == _ENQUEUED) & ~endless
@@ -269,7 +274,7 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     if records["started_ns"].any():
         waits = (status == _ENQUEUED) & (records["started_ns"] == 0) & ~on_cpu
         records["flags"][waits] |= FLAG_NOT_STARTED
-    merged, kept = _without_batches(records, names)
+    merged, kept = _without_batches(records, ends_batch)
     times = [int(column.max()) for column in (created, completed) if len(column)]
     return DumpRecords(
         take_rows(merged, kept),
@@ -284,36 +289,55 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     )
 
 
-def _ends_not_seen(
-    records: Records,
-    created: npt.NDArray[np.int64],
-    completed: npt.NDArray[np.int64],
-    names: Sequence[str],
+class _Named:
+    """The entries by their names, of which a dump has few."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self._different = list(numbers)
+        self._number = np.fromiter(map(numbers.__getitem__, names), np.intp, len(names))
+
+    def are(self, predicate: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
+        """Return of which entries something is true that their names tell."""
+        return np.array([*map(predicate, self._different)], bool)[self._number]
+
+    def of_backend(self, backend: str) -> npt.NDArray[np.bool_]:
+        """Return which entries are of a back end."""
+        return self.are(lambda name: _backend(name) == backend)
+
+    def backends(self) -> set[str]:
+        """Return the names of the back ends."""
+        return {_backend(name) for name in self._different}
+
+
+def _backend(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _ends_at_issue(
+    records: Records, created: npt.NDArray[np.int64], completed: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """Tell which sends and receives were noted as complete when they were issued.
 
     ProcessGroupNCCL2 of torch 2.15 does so with those of a batch. It looks at its devices once a
     second, so an end that it has seen is hardly ever noted so soon.
     """
-    at_issue = (completed > 0) & (completed - created < _AT_ISSUE_NS)
-    theirs = np.array([name.startswith("nccl2:") for name in names], bool)
     messages: npt.NDArray[np.bool_] = records["kind"] == _P2P
-    return theirs & at_issue & messages
+    return messages & (completed > 0) & (completed - created < _AT_ISSUE_NS)
 
 
 def _without_ends(
-    retired: npt.NDArray[np.bool_], status: npt.NDArray[np.uint8], names: Sequence[str]
+    retired: npt.NDArray[np.bool_], status: npt.NDArray[np.uint8], named: _Named
 ) -> npt.NDArray[np.bool_]:
     """Tell which entries are of a back end whose ops are retired as soon as they are issued.
 
     Not one op of such a back end is noted as started or completed. Gloo's are not, either, but Gloo
     retires an op when it has ended.
     """
-    backends = np.array([name.partition(":")[0] for name in names], object)
     issued_only = retired & (status == _ENQUEUED)
-    endless = np.zeros(len(names), bool)
-    for backend in {*backends[issued_only].tolist()} - {"gloo"}:
-        mine = backends == backend
+    endless = np.zeros(len(retired), bool)
+    for backend in named.backends() - {"gloo"} if issued_only.any() else ():
+        mine = named.of_backend(backend)
         if (status[mine] == _ENQUEUED).all():
             endless |= mine & issued_only
     return endless
@@ -321,7 +345,7 @@ def _without_ends(
 
 def _ends_of_batches(
     records: Records,
-    names: Sequence[str],
+    ends_batch: npt.NDArray[np.bool_],
     collective: npt.NDArray[np.int64],
     messages: npt.NDArray[np.int64],
     lost: bool,
@@ -334,8 +358,7 @@ def _ends_of_batches(
     so that the messages of a group's first entry may be among them.
     """
     is_batch = np.zeros(len(records), bool)
-    whole = np.flatnonzero(_each(_is_of_batch, names))
-    whole = whole[records["op"][whole] == 0]
+    whole = np.flatnonzero(ends_batch & (records["op"] == 0))
     if not len(whole):
         return is_batch
     order = np.argsort(records["group"], kind="stable")
@@ -349,13 +372,8 @@ def _ends_of_batches(
     return is_batch
 
 
-def _is_of_batch(name: str) -> bool:
-    """Whether an entry of that name stands for a batch of ops, or of collectives."""
-    return name.endswith("coalesced")
-
-
 def _without_batches(
-    records: Records, names: Sequence[str]
+    records: Records, ends_batch: npt.NDArray[np.bool_]
 ) -> tuple[Records, npt.NDArray[np.bool_]]:
     """Give the ops of a batch the state of their batch, and tell which records to keep.
 
@@ -369,7 +387,6 @@ def _without_batches(
     keys = np.stack([records["group"], records["kind"], records["seq"].astype(np.int64)])[:, order]
     changes = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
     begins, ends = np.append(0, changes), np.append(changes, len(records))
-    ends_batch = np.array(_each(_is_of_batch, names), bool)
     # Most ops are alone, and stay as they are.
     looked_at = (ends - begins > 1) | ends_batch[order[ends - 1]] if len(records) else ()
     for begin, end in zip(begins[looked_at], ends[looked_at], strict=True) if len(records) else ():
@@ -483,12 +500,15 @@ def _line(frame: dict[str, Any]) -> UserLine:
 
 def _columns(entries: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]]:
     """Return the values of each of ``_FIELDS``; None for an absent field."""
-    names = tuple(entries[0]) if entries else ()
-    if all(map(names.__eq__, map(tuple, entries))):
-        # Usually all entries have the same fields in one order. Then no field is looked up.
-        columns = dict(zip(names, zip(*map(dict.values, entries), strict=True), strict=True))
-        missing = (None,) * len(entries)
-        return {name: columns.get(name, missing) for name in _FIELDS}
+    first: dict[str, Any] = entries[0] if entries else {}
+    fields = [name for name in _FIELDS if name in first]
+    if len(fields) > 1 and set(map(len, entries)) == {len(first)}:
+        # Usually all entries have the same fields: one look-up for all of an entry.
+        with contextlib.suppress(KeyError):
+            values = zip(*map(itemgetter(*fields), entries), strict=True)
+            columns: dict[str, Sequence[Any]] = dict(zip(fields, values, strict=True))
+            missing = (None,) * len(entries)
+            return {name: columns.get(name, missing) for name in _FIELDS}
     return {name: [entry.get(name) for entry in entries] for name in _FIELDS}
 
 
@@ -520,6 +540,10 @@ def _int(value: Any) -> int:
     if type(value) is int:
         return min(max(value, 0), _LARGEST)
     return (whole_number(value, most=_LARGEST) or 0) if isinstance(value, str) else 0
+
+
+def _is_true(value: Any) -> bool:
+    return value is True
 
 
 def _state(value: Any) -> int:

@@ -39,6 +39,7 @@ _OUTSIDE = re.compile(
 _VICTIM = re.compile(
     r"[Cc]onnection (?:closed|reset|refused|was likely closed|lost)|[Tt]imed out|[Tt]ime-?out"
     r"|Broken pipe|[Ss]ocket|NCCL|RCCL|HCCL|[Gg]loo|c10d|[Mm]onitored ?[Bb]arrier|remote process"
+    r"|MPI_ERR_\w+|MPI error|[Cc]ollective call|DeepEP error"
     r"|pair closure|SignalException|Detected mismatch|expects same model|appears not to match"
     r"|killed by signal|got signal|process ?group|TCPStore|rendezvous|communicator"
     r"|across (?:all )?ranks|[Oo]ther ranks|NPU (?:function )?error|ACL stream"
@@ -48,6 +49,7 @@ _VICTIM = re.compile(
 _FOLLOWS = re.compile(
     r"(?:^|\.)(?:Dist\w*Error|Connection\w*Error|BrokenPipeError|EOFError|TimeoutError"
     r"|SystemExit|ChildFailedError|ProcessRaisedException|ProcessExitedException|Rendezvous\w*"
+    r"|MPI\.Exception"  # of what other processes have sent, too
     r"|CheckpointException"  # every rank raises it if one could not write
     r"|RayTaskError\w*|ActorDiedError|RayActorError|WorkerCrashedError|EngineDeadError)$"
 )

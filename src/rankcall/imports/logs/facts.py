@@ -332,3 +332,20 @@ Fact = (
     | IssuedAt
     | Fragment
 )
+
+
+def number_in_group(fact: Fact) -> int:
+    """Return the number in some process group of the rank that wrote a line; -1: not told.
+
+    It is at most the rank in the job: the members of a group are in ascending order.
+    """
+    match fact:
+        case Timeout() | DeviceFault():
+            return fact.in_group
+        case Progress():
+            return fact.group.rank
+        case BarrierFailed() | BarrierReached() | StoreBarrier():
+            return fact.rank
+        case Mismatch() if fact.by_rank:
+            return fact.rank
+    return -1

@@ -28,6 +28,7 @@ from rankcall.imports.logs.facts import (
     Member,
     Restarted,
     Trouble,
+    number_in_group,
 )
 from rankcall.imports.logs.prefixes import Line, Prefixes, Step, Writer
 from rankcall.imports.logs.reading import Log, RawLine, logs_of
@@ -61,6 +62,11 @@ _CHILD = re.compile(r"Process [\w:.-]{1,80}:$")
 # CANN writes what failed in the line below, which has no rank.
 _INNER_ERROR = "9999: Inner Error!"
 _QUIET = (Restarted, Member, Enqueued, Killed)  # say nothing of a failure
+# Words of a command that starts several ranks on a node, and of what such programs write first.
+_LAUNCHERS = (
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "torch/distributed/elastic"),
+    *("accelerate launch", "deepspeed.launcher", "environment variable for each process"),
+)
 _NAMED_RANK = re.compile(r"rank[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 # composer writes what a rank wrote after that rank has ended, between two such lines.
 _SECTION = re.compile(r"-{5,} ?(Begin|End) global rank (\d{1,7}) (?:STDERR|STDOUT) ?-{5,}")
@@ -154,9 +160,18 @@ class LogFacts:
 
     @functools.cached_property
     def tasks_are_ranks(self) -> bool:
-        """Whether srun's or mpirun's numbers are ranks, as far as the log tells."""
-        if self.failures or any(isinstance(fact, AttemptEnded) for fact in self.facts):
-            return False  # the tasks are torchrun's, one on each node
+        """Whether srun's or mpirun's numbers are ranks, as far as the log tells.
+
+        They are those of launchers, one on each node, if the log names a launcher or what it does
+        with its workers, or if a rank with a larger number than its task has written a line.
+        """
+        by_launcher = (AttemptEnded, Killed, Restarted)
+        if self.failures or any(isinstance(fact, by_launcher) for fact in self.facts):
+            return False
+        if any(word in line.text for log in self.logs for line in log.head for word in _LAUNCHERS):
+            return False
+        if any(0 <= fact.line.writer.task < number_in_group(fact) for fact in self.facts):
+            return False
         return all({task} >= self.ranks.get(key, set()) for key, task in self.tasks.items())
 
     def quote(self, line: Line) -> str:
@@ -231,26 +246,33 @@ def _lines_of(log: Log, most_newest: int) -> Iterator[Line]:
     """
     runs = list(log.excerpts(markers(), repeated(), most_newest))
     sample = [log.head] if log.is_short else [log.head, *runs[:_SAMPLE]]
-    texts = [line.text for run in sample for line in run]
-    prefixes = Prefixes(log.index, texts)
-    # A marker may be broken, too. Of a short log, all lines are there, so that none is missed.
-    whole = [log.head] if log.is_short else runs
-    wrapping = wrapping_of([log.head, *runs], prefixes)
+    prefixes = Prefixes(log.index, _texts(sample))
+    # A marker may be broken, and an exception may have a name that is not searched for. Of a short
+    # log, all lines are there, so that none is missed.
+    runs = [log.head] if log.is_short else runs
+    wrapping = wrapping_of(runs if log.is_short else [log.head, *runs], prefixes)
     if wrapping is not None:
-        whole = runs = [[*wrapping.undone(run)] for run in whole]
-        texts = [line.text for run in runs[:_SAMPLE] for line in run]
+        runs = [[*wrapping.undone(run)] for run in runs]
+        sample = [[*wrapping.undone(run)] for run in sample]
+        # The rests of lines lacked the prefix that all lines have.
+        prefixes = Prefixes(log.index, _texts(sample))
     runs = _with_newest(runs, log.newest)
-    whole = whole if log.is_short else runs
-    steps = prefixes.collector(texts)
-    if steps or any("\x1b" in text for text in texts):
-        sample = [runs[0] if wrapping is not None and runs else log.head, *runs[:_SAMPLE]]
-        inner = wrapping_of(_by_stream(sample, prefixes, steps), prefixes)
+    steps = prefixes.collector(_texts(sample))
+    if steps or any("\x1b" in text for text in _texts(sample)):
+        streams = list(_by_stream(sample, prefixes, steps))
+        # A collector's record of a record begins with other words than the one that it is in.
+        beneath = Prefixes(log.index, _texts(streams))
+        inner = wrapping_of(streams, beneath)
         if inner is not None:
-            yield from _undone_by_stream(inner, whole, prefixes, steps)
+            yield from _undone_by_stream(inner, runs, prefixes, steps)
             return
     for run in runs:
         for raw in run:
             yield from prefixes.read(raw.number, raw.text)
+
+
+def _texts(runs: Iterable[Sequence[RawLine]]) -> list[str]:
+    return [line.text for run in runs for line in run]
 
 
 def _with_newest(runs: list[list[RawLine]], newest: Sequence[RawLine]) -> list[list[RawLine]]:

@@ -126,6 +126,7 @@ _ISO = re.compile(
     rf"\[?(?:\d{{4}}[-/])?{_DATE}[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?(?: UTC)?"
     r"(?:[:|,]|\s-(?=\s))?\s*"
 )
+_ONLY_TIME = re.compile(rf"(?:^|\s)(?:{_ISO.pattern})$")
 _SRUN = re.compile(r"(?P<stream>\s*(?P<task>\d{1,7}):)(?: |$)")
 _LEVEL = re.compile(
     r" ?\[?(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL|TRACE)\]?"
@@ -151,7 +152,11 @@ _MPI = (
     r"(?P<stream>\[(?:\d+,)?(?:mpirank:)?(?P<task>\d{1,7})(?:,(?P<host>[\w.-]{1,253}))?\]"
     r"<std(?:err|out)>:)\s?"
 )
-_TORCHRUN = r"(?!\[rank\d{1,7}\[?\]:)(?P<stream>\[[A-Za-z_][A-Za-z_\-]*\d+\]:)\s?"
+# A user may choose another form, for example the host and the number within the node.
+_TORCHRUN = (
+    r"(?!\[rank\d{1,7}\[?\]:)"
+    r"(?P<stream>\[(?:[A-Za-z_][A-Za-z_\-]*\d+|[A-Za-z][\w.-]{0,253}:\d{1,3})\]:)\s?"
+)
 _WORKER_NAME = (
     r"\((?:(?:Vllm)?Worker|worker_)[_ ]*(?:rank=(?P<rank>\d{1,7})|(?P<worker>[A-Za-z0-9_]{0,40}))"
     r"(?: pid=(?P<pid>\d{1,10}))?\)"
@@ -160,6 +165,10 @@ _WORKER = rf"(?P<stream>{_WORKER_NAME}) ?"
 _RAY = (
     r"(?P<stream>\((?:[\w.<>-]{1,200}(?:\((?:[^()]|\([^()]{0,80}\)){0,80}\))?)?\s?pid=(?P<pid>\d{1,10})"
     r"(?:, ip=(?P<host>[\w.:-]{1,100}))?\)) ?"
+)
+# SkyPilot counts nodes, and the pid is that of a command, which may start several ranks.
+_SKYPILOT = (
+    r"(?P<stream>\((?P<host>[\w.-]{1,120}), rank=\d{1,7}, pid=\d{1,10}(?:, ip=[\w.:-]{1,100})?\)) ?"
 )
 _DETERMINED = (
     r"(?:<>\s{1,20}\[[\d: -]{19}\] )?"
@@ -270,13 +279,20 @@ class Prefixes:
             and (_LIKE_A_HOST.search(word) if are_hosts else count >= _RARE_SHARE * most)
         }
         covered = sum(words[word] for word in common)
-        if covered < max(_LEARN_LEAST, _LEARN_SHARE * lines) or len(common) > _MOST_NAMES:
+        # If all lines begin with one that looks like a host, a few are enough.
+        least = min(_LEARN_LEAST, lines) if are_hosts else _LEARN_LEAST
+        if covered < max(least, _LEARN_SHARE * lines) or len(common) > _MOST_NAMES:
             return frozenset()
         return frozenset(common)
 
     def collector(self, texts: Sequence[str]) -> list[Step]:
         """Return the steps that take off what a collector put before (nearly) all of some lines."""
-        lines = [_Parts(plain(text), Writer(self._file)) for text in texts if text.strip()]
+        # A time or a bar alone is taken for a line. Here, it is the prefix of an empty one.
+        lines = [
+            _Parts(text, Writer(self._file))
+            for text in map(plain, texts)
+            if text.strip() and not _ONLY_TIME.search(text) and not _BAR.fullmatch(text)
+        ]
         steps: list[Step] = []
         while len(steps) < _MOST_PREFIXES:
             step = self._common_step(lines)
@@ -371,10 +387,20 @@ class Prefixes:
         return not before or not has_prefix
 
     def _opening(self, text: str) -> re.Match[str] | None:
-        """Return the beginning of a record in JSON, which other prefixes may stand before."""
+        """Return the beginning of a record in JSON, which other prefixes may stand before.
+
+        A host may be one of them, also if too few lines begin with one to learn it: the others are
+        rests of records.
+        """
         if "{" not in text:
             return None
-        return _JSON_BEGINS.match(text) or _JSON_BEGINS.match(self._parts(text, whole=False).text)
+        inner = self._parts(text, whole=False).text
+        host = _TOKEN.match(inner)
+        return (
+            _JSON_BEGINS.match(text)
+            or _JSON_BEGINS.match(inner)
+            or (_JSON_BEGINS.match(inner[host.end() :]) if host else None)
+        )
 
     def has_prefix(self, text: str) -> bool:
         """Whether a line begins with a prefix, so that it does not continue the line before it."""
@@ -513,7 +539,7 @@ _STEPS: tuple[Step, ...] = (
     _of_process(_SGLANG),
     *map(_described, (_CRI, _SYSLOG)),
     Prefixes._iso,
-    _described(_KUBECTL),
+    *map(_described, (_KUBECTL, _SKYPILOT)),
     *map(_of_process, (_MPI, _TORCHRUN, _WORKER)),
     _ray(),
     _of_process(_COMPOSER),

@@ -15,12 +15,23 @@ from rankcall.imports.logs.prefixes import Line, Writer
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import op_of_variant
 
-__all__ = ["Failure", "MissingRanks", "Raised", "Report", "StackOfCollective", "Traceback"]
+__all__ = [
+    "Failure",
+    "MissingRanks",
+    "Raised",
+    "Report",
+    "StackOfCollective",
+    "Traceback",
+    "has_frame",
+    "is_part_of_frame",
+]
 
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
+_IN_FRAME = re.compile(r'  File "(?P<whole>[^"]{1,400}", line \d{1,9}, in \S)?')
 _GATHERED = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
 _DETAILS = 1000  # characters
 _REMOTE = re.compile(r"ray\.exceptions\.RayTaskError\(\w{1,80}\): ray::")
+_LAST_ERROR = re.compile(r"^Last error: ?\n(.{1,400})", re.MULTILINE)
 _CARETS = re.compile(r"[\s^~]+$")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -55,6 +66,17 @@ _MISSING = re.compile(r"(?:(?:^|[\s>:])(\d{1,7})!?: |^)\[([^\[\]]{1,16000}?)( \.
 _STACK_LINE = re.compile(r"\s*#\d{1,4} (\S{1,200}) from (\S{1,400}):(\d{1,9})")
 
 
+def has_frame(text: str) -> bool:
+    """Whether a line has a frame of a traceback, with the name of its function or a part of it."""
+    frame = _IN_FRAME.search(text)
+    return frame is not None and frame["whole"] is not None
+
+
+def is_part_of_frame(text: str) -> bool:
+    """Whether a line has the beginning of a frame, without the name of its function."""
+    return _IN_FRAME.search(text) is not None and not has_frame(text)
+
+
 @dataclass
 class Raised:
     """An exception that ended a program, or that its log shows.
@@ -86,6 +108,12 @@ class Raised:
     of_rank: int = -1
     of_a_script: bool = False
     details: str = ""
+
+    @property
+    def said(self) -> str:
+        """The message; of NCCL's exceptions, what failed last, which the message does not say."""
+        last = _LAST_ERROR.search(self.details)
+        return last[1].strip() if last else self.message
 
     @property
     def ended_program(self) -> bool:
@@ -126,7 +154,7 @@ class Traceback:
             self.chains = self.chains or text.startswith(_CHAINED)
             raised = self.raised
             if raised is not None and not self.chains and len(raised.details) < _DETAILS:
-                raised.details += f" {text[:_DETAILS]}"
+                raised.details += f"\n{text[:_DETAILS]}"
             if raised is not None and not self.chains and raised.blame == "own":
                 # The message goes on in this line: ``Last error:`` of NCCL, for example.
                 own = blame_of(f"{raised.message} {text}", raised.kind)

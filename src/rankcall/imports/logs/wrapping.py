@@ -14,20 +14,26 @@ from itertools import pairwise
 from rankcall.imports.logs.prefixes import Prefixes, plain
 from rankcall.imports.logs.reading import RawLine
 from rankcall.imports.logs.sources import is_incomplete, is_whole
+from rankcall.imports.logs.tracebacks import has_frame, is_part_of_frame
 
 __all__ = ["Wrapping", "wrapping_of"]
 
 _NARROWEST, _WIDEST = 72, 400  # columns
 _SPACES = 2  # between two words of some messages of torch
-_PAIRS, _SHAPES = 4, 3  # of lines that go on below, if no message proves the wrapping
-_RESTS, _PREFIXED = 2, 4  # lines, if all others have a prefix
+_SHAPES = 3  # of rests, if no message proves the wrapping
+_PREFIXED, _LINES = 2, 4  # lines with a prefix, and all of them, if only rests have none
 _LOOKED_AT = 2000  # lines whose prefixes are looked for
 _MOST_JOINED = 6  # lines of one message
 _LONGEST = 1 << 14  # characters of a line that was put together, as many as of any other line
 _BOX = ("│", "╭", "╰", "╮", "╯")
-# A rule across the page, and the line that names an exception, continue nothing.
-_BEGINS = re.compile(r"([=*#~-])\1{7,}\s*$|[A-Za-z_][\w.]{0,200}(?:Error|Exception):(?: |$)")
+# A rule across the page continues nothing, and neither does the line that names an exception. But
+# if the line above has a prefix, each line has, and it is a name that was broken.
+_RULE = re.compile(r"([=*#~-])\1{7,}\s*$")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,200}(?:Error|Exception):(?: |$)")
 _DIGIT = re.compile(r"\d")
+_REST_OF_NAME, _INDENT = re.compile(r"[\w.]{0,200}>?"), "    "  # of a frame's name, and its source
+# Each of two lines was coloured by itself, after something had wrapped what both hold.
+_COLOUR_ENDS, _COLOUR_BEGINS = "\x1b[0m", "\x1b["
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,9 @@ class Wrapping:
             self._is_full(text, following)
             and 2 * len(text.rstrip()) > self.width
             and _shape(text) != _shape(following)
-            and not _BEGINS.match(following)
+            and not _RULE.match(following)
             and not self.prefixes.has_prefix(following)
+            and (not _EXCEPTION.match(following) or self.prefixes.has_prefix(text))
         )
 
     def _is_full(self, text: str, following: str) -> bool:
@@ -57,6 +64,8 @@ class Wrapping:
             return False
         if "\n" in text or "\n" in following:
             return False  # a collector's record of several lines
+        if text.endswith(_COLOUR_ENDS) and following.startswith(_COLOUR_BEGINS):
+            return False
         if plain(text).rstrip().endswith(_BOX) or plain(following).startswith(_BOX):
             return False  # rich draws a box around a traceback: each of its lines is whole
         word = len(following.split(None, 1)[0]) if following.strip() else 0
@@ -73,7 +82,7 @@ class Wrapping:
             return False
         if self.prefixes.is_open_record(whole, following):
             return True
-        return not self.prefixes.has_prefix(following) and is_incomplete(whole)
+        return not self.prefixes.has_prefix(following) and _lacks_rest(whole)
 
     def joined(self, text: str, following: str) -> str:
         """Return both parts of a line. A space at which it was broken may have been dropped."""
@@ -103,6 +112,14 @@ class Wrapping:
             and not is_whole(following)
         )
 
+    def _breaks_name(self, run: Sequence[RawLine], at: int) -> bool:
+        """Whether the name of a frame's function is broken: its source stands two lines below."""
+        if self.at_words or not has_frame(run[at].text) or len(run) <= at + 2:
+            return False
+        rest, source = run[at + 1].text, run[at + 2].text
+        is_rest = self.goes_on(run[at].text, rest) and _REST_OF_NAME.fullmatch(rest) is not None
+        return is_rest and _INDENT in source and not has_frame(source)
+
     def closes_record(self, run: Sequence[RawLine], at: int) -> bool:
         """Whether a collector's record in JSON is complete only with the lines below it."""
         text = last = run[at].text
@@ -119,23 +136,28 @@ class Wrapping:
     def completes(self, run: Sequence[RawLine], at: int) -> bool:
         """Whether a message that is incomplete in one line is complete with those below it."""
         text = last = run[at].text
-        if not is_incomplete(text):
-            return self._is_whole_together(text, run[at + 1].text)
+        if not _lacks_rest(text):
+            return self._is_whole_together(text, run[at + 1].text) or self._breaks_name(run, at)
         for line in run[at + 1 : at + _MOST_JOINED]:
             if not self.goes_on(last, line.text):
                 return False
             text, last = self.joined(text, line.text), line.text
-            if not is_incomplete(text):
+            if not _lacks_rest(text):
                 return True
         return False
+
+
+def _lacks_rest(text: str) -> bool:
+    """Whether a line has a part of a message, or of a traceback's frame, and not the whole."""
+    return is_incomplete(text) or is_part_of_frame(text)
 
 
 def wrapping_of(runs: Iterable[Sequence[RawLine]], prefixes: Prefixes) -> Wrapping | None:
     """Return how a log was wrapped; None if it was not.
 
-    A log is wrapped if its longest lines are followed, again and again, by a line without a prefix
-    whose first word would not have fitted, and these words are of several forms: a table or a
-    report repeats few. One message that is complete only with the line below it is proof enough.
+    A log is wrapped if its longest lines are followed by lines without a prefix whose first word
+    would not have fitted, and these words are of several forms: a table or a report repeats few.
+    One message that is complete only with the line below it is proof enough.
     """
     runs = list(runs)
     widest = max((len(line.text.rstrip()) for run in runs for line in run), default=0)
@@ -173,7 +195,7 @@ def _breaks_at_words(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> b
 
 
 def _is_sure(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
-    pairs, shapes = 0, set()
+    shapes = set()
     if _is_all_that_lacks_a_prefix(runs, wrapping):
         return True
     for run in runs:
@@ -185,9 +207,8 @@ def _is_sure(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
                 continue
             if not wrapping.goes_on(line.text, following.text):
                 continue
-            pairs += 1
             shapes.add(_shape(following.text))
-            if (pairs >= _PAIRS and len(shapes) >= _SHAPES) or wrapping.completes(run, index):
+            if len(shapes) >= _SHAPES or wrapping.completes(run, index):
                 return True
     return False
 
@@ -210,7 +231,7 @@ def _is_all_that_lacks_a_prefix(runs: Sequence[Sequence[RawLine]], wrapping: Wra
             elif line.text.strip():
                 return False
             last = line.text
-    return rests >= _RESTS and prefixed >= _PREFIXED
+    return rests > 0 and prefixed >= _PREFIXED and rests + prefixed >= _LINES
 
 
 def _shape(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Messages of frameworks that run models on many ranks: vLLM, SGLang, Ray."""
+"""Messages of frameworks that run models on many ranks: vLLM, SGLang, TGI, Ray."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import re
 
 from rankcall.imports.logs.blame import OWN_SIGNALS
 from rankcall.imports.logs.facts import (
+    Aborting,
+    DeviceFault,
     Fact,
     Fatal,
     Fragment,
     Gone,
+    LauncherExit,
     Member,
     Outside,
     Stall,
@@ -49,6 +52,39 @@ _VLLM_DIED = re.compile(r"Worker \S{1,80} pid (\d{1,10}) died, exit code: (-?\d{
 
 def _vllm_died(line: Line, match: re.Match[str]) -> Fact:
     return WorkerExit(line, -1, int(match[1]), int(match[2]))
+
+
+_VLLM_PROC = re.compile(
+    r"Worker proc \S{1,80} died unexpectedly(?: \(exit code: (-?\d{1,5}|None)\))?, shutting down"
+)
+
+
+def _vllm_proc(line: Line, match: re.Match[str]) -> Fact:
+    if match[1] is None or match[1] in ("0", "None"):
+        return Aborting(line)
+    return WorkerExit(line, -1, -1, int(match[1]))
+
+
+_CUSTOM_ALL_REDUCE = re.compile(
+    r"Failed: (?:Cuda error )?(\S{0,200}\bcustom_all_reduce\.cuh:\d{1,5} '[^']{1,200}')"
+)
+
+
+def _custom_all_reduce(line: Line, match: re.Match[str]) -> Fact:
+    return DeviceFault(line, match[1])
+
+
+# text-generation-inference's launcher writes this of each shard that ends by itself, in order.
+_SHARD_EXIT = re.compile(
+    r"Shard process was signaled to shutdown with signal (\d{1,2}) rank=(\d{1,7})"
+)
+
+
+def _shard_exit(line: Line, match: re.Match[str]) -> Fact | None:
+    signal, rank = int(match[1]), int(match[2])
+    if rank >= MAX_RANKS:
+        return None
+    return LauncherExit(line, (rank,), signal, is_first=False, in_order=True)
 
 
 _SGLANG_SIZE = re.compile(r"server_args=ServerArgs\(")
@@ -176,12 +212,20 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "vLLM: a worker is gone",
-                ("died unexpectedly, shutting down",),
-                any_of("died unexpectedly, shutting down"),
-                aborting,
-                "ERROR 04-02 11:02:11 [multiproc_executor.py:154] Worker proc VllmWorker-3 died "
-                "unexpectedly, shutting down executor.",
-                "vLLM 0.8 and newer",
+                ("Worker proc ", "died unexpectedly, shut"),
+                _VLLM_PROC,
+                _vllm_proc,
+                "(EngineCore pid=3677484) ERROR 09-10 09:37:41 [multiproc_executor.py:314] Worker "
+                "proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.",
+                "vLLM 0.8 and newer; the code in vllm-project/vllm#56180",
+            ),
+            Message(
+                "vLLM: its own all-reduce failed on a device",
+                ("custom_all_reduce.cuh:",),
+                _CUSTOM_ALL_REDUCE,
+                _custom_all_reduce,
+                "Failed: Cuda error /workspace/csrc/custom_all_reduce.cuh:164 'invalid argument'",
+                "vllm-project/vllm#56180, ai-dynamo/dynamo#787",
             ),
             Message(
                 "vLLM: the engine ended; its reason stands above",
@@ -309,6 +353,43 @@ SOURCES: tuple[Source, ...] = (
                 "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this "
                 "task.",
                 "Ray 2",
+            ),
+        ),
+    ),
+    Source(
+        "text-generation-inference",
+        "`rank=2` at the end of its launcher's lines is a shard, which is a rank",
+        (
+            Message(
+                "a signal ended a shard; its launcher tells of each as it ends",
+                ("Shard process was signaled",),
+                _SHARD_EXIT,
+                _shard_exit,
+                "2024-03-06T17:53:31.052444Z ERROR shard-manager: text_generation_launcher: Shard "
+                "process was signaled to shutdown with signal 4 rank=0",
+                "huggingface/text-generation-inference#1627",
+            ),
+            Message(
+                "a shard failed, and the launcher ends",
+                ("Error: ShardCannotStart", "Error: ShardFailed"),
+                any_of("Error: ShardCannotStart", "Error: ShardFailed"),
+                failed,
+                "Error: ShardCannotStart",
+                "huggingface/text-generation-inference#1627",
+            ),
+        ),
+    ),
+    Source(
+        "DeepEP",
+        "none",
+        (
+            Message(
+                "a rank waited for what others should have sent",
+                ("DeepEP error: ",),
+                any_of("DeepEP error: "),
+                waited,
+                "RuntimeError: DeepEP error: CPU recv timeout",
+                "sgl-project/sglang#6701",
             ),
         ),
     ),

@@ -278,6 +278,15 @@ SOURCES: tuple[Source, ...] = (
                 "Received 15 death signal, shutting down workers",
                 "torch 1.10 to 2.15",
             ),
+            Message(
+                "ColossalAI: torchrun failed on a node",
+                ("failed to run torchrun",),
+                any_of("failed to run torchrun"),
+                failed,
+                "Error: failed to run torchrun --nproc_per_node=4 --nnodes=1 --node_rank=0 "
+                "--rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:29500 train.py on 127.0.0.1",
+                "hpcaitech/ColossalAI#2441",
+            ),
         ),
     ),
     Source(

@@ -262,7 +262,7 @@ def _own_crash(line: Line, match: re.Match[str]) -> Fact:
     return Fatal(line, match[match.lastindex or 0].strip(), "own")
 
 
-_CPP = re.compile(r"^\s*what\(\): +(.{1,1000})")
+_CPP = re.compile(r"(?:^\s*|Unhandled exception: \S{1,100} )what\(\): +(.{1,1000})")
 
 
 def _cpp(line: Line, match: re.Match[str]) -> Fact | None:
