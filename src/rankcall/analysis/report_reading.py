@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from rankcall.analysis.summary import Summary, summarise
 from rankcall.analysis.verdicts import conclude, diagnose, find, judge
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import kept_of, stacks_beside
 from rankcall.analysis.verdicts.reasons import reasons_for_lateness
 from rankcall.run.load import Progress, Run
 
@@ -49,6 +50,12 @@ def read_report(run: Run, bars: Bars = _silent) -> tuple[Summary, list[Finding]]
     else:
         findings = judge(run, snapshot).findings
     return summary, [finding for finding in findings if finding.stops]
+
+
+def stacks_at_stop(run: Run, findings: Sequence[Finding]) -> dict[int, str]:
+    """Return the stacks beside the watcher's newest verdict, by rank, if findings stopped a run."""
+    kept = kept_of(run) if any(finding.stops for finding in findings) else []
+    return stacks_beside(kept[-1]) if kept else {}
 
 
 def read_page(run: Run, bars: Bars = _silent) -> tuple[Details, Diagnosis]:

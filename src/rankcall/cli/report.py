@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.analysis.report_reading import read_page, read_report
+from rankcall.analysis.report_reading import read_page, read_report, stacks_at_stop
 from rankcall.cli.common import (
     Attempt,
     RunPath,
@@ -88,17 +88,18 @@ def _is_page(target: Path | None) -> bool:
 def _write(run: Run, form: Format, target: Path | None) -> list[Problem]:
     """Write the report as text or JSON, and return the run's problems."""
     summary, findings = read_report(run, bar)
+    stacks = stacks_at_stop(run, findings)
     to_stdout = target is None or str(target) == "-"
     if form is Format.json:
-        text = json_report.render(summary, findings)
+        text = json_report.render(summary, findings, stacks)
     elif to_stdout:
         console = console_for_result(wraps=False)
         if console.is_terminal:
-            summary_text.show(summary, console, findings)
+            summary_text.show(summary, console, findings, stacks)
             return summary.problems
-        text = summary_text.render(summary, console.width, findings)
+        text = summary_text.render(summary, console.width, findings, stacks)
     else:
-        text = summary_text.render(summary, _FILE_WIDTH, findings)
+        text = summary_text.render(summary, _FILE_WIDTH, findings, stacks)
     if target is None or to_stdout:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -15,7 +15,13 @@ from rankcall.analysis.attempts import Attempt
 from rankcall.analysis.gaps import Gap
 from rankcall.analysis.recoveries import PHASES, Recovery
 from rankcall.analysis.summary import Summary, size_name
-from rankcall.analysis.verdicts.encoding import SCHEMA, Object, finding_object, verdict_object
+from rankcall.analysis.verdicts.encoding import (
+    SCHEMA,
+    Object,
+    finding_object,
+    stack_objects,
+    verdict_object,
+)
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.imports.node import NodeReport
@@ -23,12 +29,16 @@ from rankcall.problems import texts
 from rankcall.report.headline import headline
 
 
-def render(summary: Summary, findings: Sequence[Finding] = ()) -> str:
+def render(
+    summary: Summary, findings: Sequence[Finding] = (), stacks: Mapping[int, str] | None = None
+) -> str:
     """Return the report as one JSON object, a line for each entry of its lists."""
-    return json.dumps(as_object(summary, findings), indent=1, allow_nan=False) + "\n"
+    return json.dumps(as_object(summary, findings, stacks), indent=1, allow_nan=False) + "\n"
 
 
-def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
+def as_object(
+    summary: Summary, findings: Sequence[Finding] = (), stacks: Mapping[int, str] | None = None
+) -> Object:
     """Return the report as plain dicts and lists; times in ms, no NaN."""
     report: Object = {
         "schema": SCHEMA,
@@ -49,6 +59,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "goodput": summary.carried.goodput,
         "checks": [asdict(checked) for checked in summary.carried.checked],
         "findings": [finding_object(finding) for finding in findings],
+        "stack_classes": stack_objects(stacks or {}),
         "dropped": summary.dropped,
         "problems": texts(summary.problems),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import PurePath
@@ -33,6 +33,7 @@ from rankcall.report.formatting import (
 )
 from rankcall.report.headline import Headline, headline
 from rankcall.report.node_checks import lines_of
+from rankcall.report.stack_lines import stack_lines
 from rankcall.report.time_sources import times_of_ops
 from rankcall.run.joins import RankSummary, total_by_rank
 
@@ -45,15 +46,26 @@ _MORE = "Where each rank stands: rankcall diagnose."
 _LABEL = 9
 
 
-def render(summary: Summary, width: int = 80, findings: Sequence[Finding] = ()) -> str:
+def render(
+    summary: Summary,
+    width: int = 80,
+    findings: Sequence[Finding] = (),
+    stacks: Mapping[int, str] | None = None,
+) -> str:
     """Return the report as plain text, no line of it wider than ``width``."""
-    return as_text(lambda console: show(summary, console, findings), width)
+    return as_text(lambda console: show(summary, console, findings, stacks), width)
 
 
-def show(summary: Summary, console: Console, findings: Sequence[Finding] = ()) -> None:
+def show(
+    summary: Summary,
+    console: Console,
+    findings: Sequence[Finding] = (),
+    stacks: Mapping[int, str] | None = None,
+) -> None:
     """Print the report; ``console`` decides on width and colour.
 
-    ``findings`` say why the run stopped, or why its results are wrong. The first is printed first.
+    ``findings`` say why the run stopped, or why its results are wrong. The first is printed first,
+    and then the ``stacks``, by rank, that the job's own watcher kept beside its verdict.
     """
     first = headline(summary)
     if findings:
@@ -62,6 +74,7 @@ def show(summary: Summary, console: Console, findings: Sequence[Finding] = ()) -
         console.print(Text(wrapped(clean(f"{likeliest.advice} {_MORE}".strip()), console.width)))
         if len(findings) > 1:
             console.print(Text(f"There {_are(len(findings) - 1)} beside it.", "dim"))
+        _print_stacks(stacks or {}, console)
         console.print()
         ended = all(row.closed for row in summary.ranks)
         if not ended or any(row.unfinished for row in summary.collectives):
@@ -75,6 +88,16 @@ def show(summary: Summary, console: Console, findings: Sequence[Finding] = ()) -
         console.print()
         console.print(Text(title, "bold"))
         console.print(Padding(body, (0, 0, 0, INDENT)))
+
+
+def _print_stacks(stacks: Mapping[int, str], console: Console) -> None:
+    if not stacks:
+        return
+    title, *lines = stack_lines(stacks)
+    console.print()
+    console.print(Text(f"{title}, when the job's own watcher looked", "bold"))
+    for line in lines:
+        console.print(Text(line, overflow="fold"))
 
 
 def _are(count: int) -> str:

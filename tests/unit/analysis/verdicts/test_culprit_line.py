@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -122,9 +123,13 @@ def test_culprits_at_two_lines(tmp_path: Path) -> None:
     assert first.culprit_line == "/home/ada/train.py:77"
 
 
-def test_the_report_has_the_watchers_stacks(tmp_path: Path, missing: Diagnosis) -> None:
-    """The page of a run that was stopped has the stacks beside the verdict, equal ones together."""
+def test_the_report_has_the_watchers_stacks(
+    tmp_path: Path, missing: Diagnosis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All forms of the report of a run that was stopped have the stacks, equal ones together."""
     run, page = tmp_path / "run", tmp_path / "page.html"
+    main(["report", str(run)])
+    assert "watcher looked" not in capsys.readouterr().out
     main(["report", str(run), "-o", str(page)])
     assert 'id="stacks"' not in page.read_text()
     waiting = STACK.replace("line 77 in evaluate", "line 23 in step")
@@ -133,6 +138,14 @@ def test_the_report_has_the_watchers_stacks(tmp_path: Path, missing: Diagnosis) 
     text = page.read_text()
     section = text[text.index('<section id="stacks"') :].partition("</section>")[0]
     assert section.count("<summary>") == 2
+    capsys.readouterr()
+    main(["report", str(run)])
+    shown = capsys.readouterr().out.partition("Until then")[0]
+    assert "Stacks of 4 ranks, equal ones together, when the job's own watcher looked" in shown
+    assert shown.index("rank 2\n") < shown.index("3 ranks: 0-1,3\n") < shown.index("train.py:23\n")
+    main(["report", str(run), "--json"])
+    classes = json.loads(capsys.readouterr().out)["stack_classes"]
+    assert [stack_class["ranks"] for stack_class in classes] == [[2], [0, 1, 3]]
     assert section.index("evaluate") < section.index("step")
     assert "3 ranks" in section
 
