@@ -39,11 +39,17 @@ _SUPERUSER = (0,)  # may own the cache beside the user, as in an image for conta
 
 
 def cache_dir() -> Path:
-    """Return where built modules are kept: ``RANKCALL_CACHE``, or below the user's cache."""
+    """Return where built modules are kept: ``RANKCALL_CACHE``, or below the user's cache.
+
+    A user without a home, as in a container that runs under any number, has a folder of their own
+    among the temporary files.
+    """
     named = os.environ.get("RANKCALL_CACHE")
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):  # no HOME, and the user's number has no name: "~" stays
+        return Path(tempfile.gettempdir()) / f"rankcall-cache-{os.geteuid()}"
     return Path(base) / "rankcall"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -42,6 +43,22 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = ""
     script.write_text(_COMPILER.format(before=before))
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written into the working directory for a user whose number has no name."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME", "RANKCALL_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    place = _native.cache_dir()
+    assert place.is_absolute()
+    assert place.name == f"rankcall-cache-{os.geteuid()}"
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert _native.cache_dir() == Path("/home/ada/.cache/rankcall")
 
 
 def test_a_module_is_built_once(module: NativeModule) -> None:
