@@ -121,7 +121,7 @@ class SharedLook:
         """Return the last look with a note that the run's files do not answer."""
         problem = f"the run's files have not answered for {LOOK_S:.0f} s, or are still being read"
         if self._newest is None:
-            look = Look(WAITING, time.time(), problem=problem)
+            look = Look(WAITING, time.time(), str(self.run.path or ""), problem=problem)
         else:
             look = replace(self._newest.look, state=LOST, problem=problem)
         parts = sections(look, self.history)
