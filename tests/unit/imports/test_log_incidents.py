@@ -331,6 +331,30 @@ def test_something_outside_the_job(tmp_path: Path, line: str, advice: str) -> No
     assert advice in finding.advice
 
 
+STEP = "slurmstepd: error: *** STEP 812.0 ON node-1 CANCELLED AT 2026-03-14T09:02:36"
+CANCELLED = f"{STEP} ***"
+EXITED = "srun: error: node-1: task 3: Exited with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "from_outside"),
+    [
+        ([CANCELLED, "srun: error: node-1: tasks 0-7: Terminated"], True),
+        (["srun: error: node-1: tasks 0-7: Terminated", CANCELLED], True),
+        ([EXITED, "srun: Terminating StepId=812.0", CANCELLED], False),
+        ([EXITED, f"{STEP} DUE TO TIME LIMIT ***"], True),
+        ([f"{STEP} DUE TO TASK FAILURE ***"], False),
+    ],
+)
+def test_a_step_that_srun_ends_itself(tmp_path: Path, lines: list[str], from_outside: bool) -> None:
+    """If a task has failed, srun ends the others, and slurmstepd calls the step cancelled."""
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(lines) + "\n")
+    (finding,) = diagnose_logs([path]).findings
+    assert finding.kind == "undecided"
+    assert ("outside the ranks" in finding.summary) == from_outside
+
+
 UNRELATED = {
     "nginx": "2026/03/14 09:02:36 [error] 31#31: *7 recv() failed (104: Connection reset by peer) "
     "while reading response header from upstream",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from rankcall.imports.logs.facts import (
     Lagging,
     LauncherExit,
     Member,
+    Outside,
     Restarted,
     Trouble,
     number_in_group,
@@ -62,6 +64,7 @@ _CHILD = re.compile(r"Process [\w:.-]{1,80}:$")
 # CANN writes what failed in the line below, which has no rank.
 _INNER_ERROR = "9999: Inner Error!"
 _QUIET = (Restarted, Member, Enqueued, Killed)  # say nothing of a failure
+_CANCELLED = re.compile(r"STEP \S{1,60} ON \S{1,200} CANCELLED AT \S{1,40}$")  # for no reason
 # Words of a command that starts several ranks on a node, and of what such programs write first.
 _LAUNCHERS = (
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "torch/distributed/elastic"),
@@ -330,6 +333,7 @@ class _Reader:
         self._earlier: tuple[list[Fact], list[Raised]] = [], []  # of the attempt before
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
         self._has_ended = False  # a process of a launcher that tells of each as it ends
+        self._has_failed = False  # a task of srun, by itself
         self._section = -1  # the rank whose output composer repeats
         self._explained: Line | None = None  # the line before, if CANN explains it below
 
@@ -406,6 +410,10 @@ class _Reader:
             self._forget(self._ended.get(fact.agent, 0))
             self._ended[fact.agent] = line.number
         fact = self._with_pid(fact, line)
+        if isinstance(fact, LauncherExit) and fact.signal not in (signal.SIGKILL, signal.SIGTERM):
+            self._has_failed = True
+        if isinstance(fact, Outside) and self._has_failed and _CANCELLED.search(fact.what):
+            fact = Aborting(line)  # srun ends the others, and slurmstepd does not say so
         if isinstance(fact, LauncherExit) and fact.in_order:
             fact, self._has_ended = fact._replace(is_first=not self._has_ended), True
         if isinstance(fact, Aborting):

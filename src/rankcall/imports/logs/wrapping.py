@@ -139,7 +139,7 @@ class Wrapping:
         if not _lacks_rest(text):
             return self._is_whole_together(text, run[at + 1].text) or self._breaks_name(run, at)
         for line in run[at + 1 : at + _MOST_JOINED]:
-            if not self.goes_on(last, line.text):
+            if not self.goes_on(last, line.text) or is_whole(line.text):
                 return False
             text, last = self.joined(text, line.text), line.text
             if not _lacks_rest(text):

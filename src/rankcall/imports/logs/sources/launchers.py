@@ -6,6 +6,7 @@ import re
 
 from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
 from rankcall.imports.logs.facts import (
+    Aborting,
     AttemptEnded,
     Fact,
     Fatal,
@@ -25,6 +26,7 @@ from rankcall.imports.logs.sources.message import (
     failed,
     outside,
     ranks_in,
+    waited,
 )
 from rankcall.ranks import MAX_RANKS
 
@@ -188,12 +190,26 @@ _SLURM_END = re.compile(
     r"((?:STEP|JOB|step|job) \S{1,60} ON \S{1,200} CANCELLED AT \S{1,40}(?: DUE TO [A-Z ]{1,60})?"
     r"|.{0,80}DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL\w*))"
 )
+
+
+def _slurm_end(line: Line, match: re.Match[str]) -> Fact:
+    return Aborting(line) if "TASK FAILURE" in match[1] else outside(line, match)
+
+
 _LIMIT = re.compile(
     r"TERM_(?:MEMLIMIT|RUNLIMIT|OWNER|PREEMPT|ADMIN)\b.{0,120}|PBS: job killed: .{0,120}"
 )
 _NOT_LAUNCHED = re.compile(
     r"srun: (?:error: (?:Task|Application) launch .{0,60}failed|Force Terminated job)"
 )
+_NO_PROGRAM = re.compile(r"slurmstepd: error: execve\(\): .{1,300}")
+_EXIT_STRING = re.compile(r"TERMINATED WITH THE EXIT STRING: .{1,60} \(signal (\d{1,2})\)")
+
+
+def _exit_string(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, -1, -int(match[1]))
+
+
 _NODE_FAILED = re.compile(r"srun: error: (Node failure on [\w,\[\]-]{1,400})")
 _SSH_FAILED = re.compile(r"pdsh@\S{1,200}: ([\w.-]{1,253}): (ssh exited with exit code 255)")
 _SSH_CLOSED = re.compile(r"^(Connection to ([\w.-]{1,253}) closed by remote host)")
@@ -277,6 +293,15 @@ SOURCES: tuple[Source, ...] = (
                 "W0330 12:13:49.388000 12432 torch/distributed/elastic/agent/server/api.py:723] "
                 "Received 15 death signal, shutting down workers",
                 "torch 1.10 to 2.15",
+            ),
+            Message(
+                "torchrun waited in vain for that of another node, at the end",
+                ("Error waiting on exit barrier",),
+                any_of("Error waiting on exit barrier"),
+                waited,
+                "ERROR:torch.distributed.elastic.agent.server.api:Error waiting on exit barrier. "
+                "Elapsed: 315.7792458534241 seconds",
+                "pytorch/pytorch#69520",
             ),
             Message(
                 "ColossalAI: torchrun failed on a node",
@@ -470,6 +495,14 @@ SOURCES: tuple[Source, ...] = (
                 "Open MPI 1.8 and newer; Intel MPI, MPICH",
             ),
             Message(
+                "MPICH: which signal ended a process",
+                ("WITH THE EXIT STRING: ",),
+                _EXIT_STRING,
+                _exit_string,
+                "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+                "openai/jukebox#155",
+            ),
+            Message(
                 "Open MPI or UCX: a signal ended the process",
                 ("] Signal: ", "] Caught signal "),
                 _CRASHED,
@@ -490,7 +523,7 @@ SOURCES: tuple[Source, ...] = (
                 "Slurm ended the job: time limit, pre-emption, a person",
                 ("CANCELLED AT", "DUE TO "),
                 _SLURM_END,
-                outside,
+                _slurm_end,
                 "slurmstepd: error: *** STEP 812.0 ON node-3 CANCELLED AT 2026-03-14T09:02:36 DUE "
                 "TO TIME LIMIT ***",
                 "Slurm 17 and newer",
@@ -510,6 +543,14 @@ SOURCES: tuple[Source, ...] = (
                 aborting,
                 "srun: error: Task launch for 36.0 failed on node node-3: Job credential expired",
                 "Slurm 17 and newer",
+            ),
+            Message(
+                "Slurm could not start the program of a task",
+                ("slurmstepd: error: execve",),
+                _NO_PROGRAM,
+                outside,
+                "slurmstepd: error: execve(): torchrun: No such file or directory",
+                "CSCfi/pytorch-ddp-examples#1",
             ),
             Message(
                 "Slurm lost a node",
