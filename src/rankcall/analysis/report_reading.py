@@ -11,7 +11,7 @@ from rankcall.analysis.details import Details, detail
 from rankcall.analysis.run_snapshot import SnapshotBuilder
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.summary import Summary, summarise
-from rankcall.analysis.verdicts import conclude, diagnose, find, judge
+from rankcall.analysis.verdicts import conclude, diagnose, find
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_of, stacks_beside
@@ -33,8 +33,8 @@ def read_report(run: Run, bars: Bars = _silent) -> tuple[Summary, list[Finding]]
 
     If all processes have closed their rings and all collectives have ended, the run most likely
     ended normally. Then only findings count that made its results wrong, and they come from the
-    same reading of the rings. If collectives are unfinished although the processes have ended, the
-    rings are read once more, with the verdicts that the job's own watcher kept.
+    same reading of the rings. Otherwise, the verdicts that the job's own watcher kept count as
+    well. If collectives are unfinished although the rings are closed, they are read once more.
     """
     builder = SnapshotBuilder(run)
     with bars("reading records") as progress:
@@ -48,7 +48,7 @@ def read_report(run: Run, bars: Bars = _silent) -> tuple[Summary, list[Finding]]
     elif closed:
         findings = find(snapshot)
     else:
-        findings = judge(run, snapshot).findings
+        findings = conclude(run, snapshot).findings
     return summary, [finding for finding in findings if finding.stops]
 
 

@@ -20,6 +20,7 @@ from diagnosing import (
 )
 from worlds import MS, START, group_of, together, write_world
 
+from rankcall.analysis.report_reading import read_report
 from rankcall.analysis.verdicts import diagnose, missing
 from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.cli import main
@@ -246,6 +247,14 @@ def test_the_next_step_of_a_rank_that_makes_a_group(tmp_path: Path, is_known: bo
         "All members must call new_group at the same place of the program: the others are in "
         "another call."
     )
+    _, (reported,) = read_report(load(run))
+    assert (reported.kind, reported.ranks, reported.advice) == (
+        "missing",
+        (2,),
+        finding.advice,
+    )
+    if is_known:
+        assert reported.culprit_line == finding.culprit_line == "/job/train.py:41"
 
 
 def test_the_reason_stands_beside_the_line_that_the_watcher_saw(
