@@ -120,15 +120,17 @@ class PlantedFacts:
         return {rank for rank, row in self._rows_of(call).items() if row["status"] != "completed"}
 
     def _messages_so_far(self, fact: Fact, finding: Finding) -> Iterator[str]:
-        """A rank has issued so many sends to another one, or receives from it, with one tag."""
+        """A rank has issued so many sends to another one, or receives from it, on one channel."""
         assert fact.ranks is not None
         assert fact.others is not None
         op = {"sent": "send", "received": "recv"}[fact.value("way")]
-        end = fact.ranks.numbers[0], fact.others.numbers[0], op, fact.value("tag")
+        end = fact.ranks.numbers[0], fact.others.numbers[0], op
+        channel = fact.value("tag"), fact.value("group")
         issued = [
             row
             for row in self._rows
-            if (row["rank"], row["peer"], row["op"], str(row["tag"])) == end
+            if (row["rank"], row["peer"], row["op"]) == end
+            and (str(row["tag"]), row["group"]) == channel
         ]
         if self._rows and len(issued) != fact.number:
             yield f"on record are {len(issued)}"

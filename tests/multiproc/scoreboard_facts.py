@@ -170,6 +170,14 @@ class ScoreboardFacts(PlantedFacts):
             yield f"that is a {other}"
         yield from self._passes(fact, subject(fact), with_peer)
 
+    def _two_threads(self, fact: Fact, finding: Finding) -> Iterator[str]:
+        """The program has two threads issue calls of the group on each of these ranks."""
+        group = self._groups[fact.value("group")]
+        for rank in subject(fact):
+            threads = [call for step in self._case.program[rank] for call in step.threads]
+            if len([call for call in threads if call.group == group]) < 2:
+                yield f"rank {rank} has no two threads in it"
+
     def _went_through(self, fact: Fact, finding: Finding) -> Iterator[str]:
         named, concerned = call_of(fact), {*finding.ranks, *finding.victims}
         rows = [row for row in self._rows if row["rank"] in concerned]

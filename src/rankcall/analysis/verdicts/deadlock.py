@@ -92,7 +92,8 @@ def _so_far(snapshot: Snapshot, waits: Sequence[Wait]) -> list[Fact]:
             continue  # the older records are lost, or other threads issue messages there
         ends = (ranks_of(snapshot, [rank]) for rank in (absent, waiter))
         subject, others = ends
-        values = (("way", way), ("tag", str(channel.tag)))
+        group = snapshot.labels[wait.group]
+        values = (("way", way), ("tag", str(channel.tag)), ("group", group))
         so_far = Relation.MESSAGES_SO_FAR
         facts.append(
             Fact(so_far, subject, others=others, values=values, number=count, unit="messages")

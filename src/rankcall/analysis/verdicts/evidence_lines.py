@@ -66,7 +66,8 @@ def _messages_so_far(fact: Fact, live: bool) -> str:
     messages = count_of(count, "message") if count else "no message"
     return (
         f"{_rank_alone(fact)} {verbs_for(1, live).have} {way} {messages} {between} rank "
-        f"{others_of(fact).numbers[0]} (tag {fact.value('tag')}); the {ordinal(count + 1)} {waits}"
+        f"{others_of(fact).numbers[0]} (tag {fact.value('tag')}, group {fact.value('group')}); the "
+        f"{ordinal(count + 1)} {waits}"
     )
 
 

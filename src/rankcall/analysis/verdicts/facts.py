@@ -98,7 +98,7 @@ class Relation(str, Enum):
     WENT_THROUGH = "went_through"  # all these calls have ended all the same
     TAGS_DIFFER = "tags_differ"  # two ends of one channel use two tags. values: tags
     # The rank has sent (or received) this number of the channel's messages, and the other rank
-    # waits with the next one. values: way ("sent" or "received"), tag
+    # waits with the next one. values: way ("sent" or "received"), tag, group
     MESSAGES_SO_FAR = "messages_so_far"
     WAIT_FOR_EACH_OTHER = "wait_for_each_other"  # each rank of the circle waits for the next one
 

@@ -31,12 +31,9 @@ from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.reasons import reasons_for_absence
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
+from rankcall.analysis.verdicts.wait_graph import GOES_ON
 from rankcall.record import FLAG_DEVICE
 from rankcall.run.frames import LOADER, CodePlace, code_place
-
-# A rank that has issued or left a call in this newest part of the wait for it goes on elsewhere:
-# the stack of its training thread does not say why another thread has not come.
-_GOES_ON = 0.5
 
 
 class Missing(CulpritKind):
@@ -95,7 +92,8 @@ class Missing(CulpritKind):
         quiet = quiet_s(snapshot)
         liveliest = min((state.rank for state in states), key=lambda rank: float(quiet[rank]))
         quiet_for_s, row = float(quiet[liveliest]), _newest_call(snapshot, liveliest)
-        goes_on = quiet_for_s < _GOES_ON * held_s and not (place.is_setup or place.inside == LOADER)
+        # The stack of its training thread does not say why another thread has not come.
+        goes_on = quiet_for_s < GOES_ON * held_s and not (place.is_setup or place.inside == LOADER)
         if goes_on and row is not None:
             return Fact(Relation.GOES_ON, ranks, call_of(snapshot, row))
         known_s = quiet_for_s if np.isfinite(quiet_for_s) else None

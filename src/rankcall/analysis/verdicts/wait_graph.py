@@ -38,6 +38,8 @@ from rankcall.record import FLAG_DEVICE, FROM_ROOT, OPS, SYNCHRONISING
 Rows = npt.NDArray[np.intp]
 
 _NEVER = np.iinfo(np.int64).max
+# A rank that has issued or left a call in this newest part of the wait for it goes on elsewhere.
+GOES_ON = 0.5
 _SYNCHRONISING = [OPS.index(name) for name in SYNCHRONISING]
 _FROM_ROOT = [OPS.index(name) for name in FROM_ROOT]
 # Functions that return only when their message is gone. The others are waited for later.
@@ -83,7 +85,32 @@ def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
     if len(messages):
         waits += _message_waits(snapshot, messages, hung, idle)
     _note_queued(snapshot, waits)
-    return waits
+    return [wait for wait in waits if not _is_misdirected(snapshot, wait, waits)]
+
+
+def _is_misdirected(snapshot: Snapshot, wait: Wait, waits: Sequence[Wait]) -> bool:
+    """Tell whether a rank waits for a message from a rank that has nothing to do with it.
+
+    The other one has never sent it any, and has left, or has gone on for most of the time. And a
+    third rank, from which it has had messages before, cannot send it the next one. So it most
+    likely asks the wrong rank, and the third one waits for it.
+    """
+    if wait.channel is None or not wait.absent or wait.seq > 1 or wait.any_source:
+        return False
+    source, target = wait.channel.source, wait.channel.target
+    if wait.waiters != [target]:
+        return False
+    calls, state = snapshot.calls, snapshot.ranks[source]
+    newest_s = calls["age_s"][calls["rank"] == source].min(initial=np.inf)
+    goes_on = state.closed or state.exit == 0 or newest_s < GOES_ON * wait.age_s
+    return goes_on and any(
+        other.channel is not None
+        and other.absent == [target]
+        and other.channel.target == target
+        and other.channel.source != source
+        and other.seq > 1
+        for other in waits
+    )
 
 
 def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> Iterator[Wait]:

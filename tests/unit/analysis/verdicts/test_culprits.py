@@ -19,7 +19,7 @@ from diagnosing import (
 from worlds import MS, Call, together
 
 from rankcall.analysis.node_snapshot import decode, encode, merge, node_snapshot_of
-from rankcall.analysis.snapshot import RankState, Snapshot
+from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot
 from rankcall.analysis.verdicts import find
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.report.diagnosis_text import diagnosis_text
@@ -224,3 +224,35 @@ def test_nodes_tell_each_other(tmp_path: Path) -> None:
         part = Snapshot(ranks, whole.calls[mine], whole.groups, whole.labels, whole.sites)
         parts.append(decode(encode(node_snapshot_of(part))))
     assert find(merge(parts)) == find(whole) != []
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_that_asks_the_wrong_one(tmp_path: Path, goes_on: bool, known: bool) -> None:
+    """Rank 3 sends to rank 2, which suddenly waits for rank 0 instead: rank 2 is to blame.
+
+    Rank 0 has nothing to do with it, unless it has sent messages to rank 2 before, or does nothing.
+    """
+    calls = []
+    pairs = [(0, 1), (3, 2), (0, 2)] if known else [(0, 1), (3, 2)]
+    for seq in range(1, 31):
+        for source, target in pairs:
+            at = seq * 100 * MS
+            calls += [
+                Call(source, seq, at, at + MS, "send", group=WORLD, peer=target, api="send"),
+                Call(target, seq, at, at + MS, "recv", group=WORLD, peer=source, api="recv"),
+            ]
+    next_seq = 31 if known else 1
+    calls.append(Call(2, next_seq, 4 * SECOND, None, "recv", group=WORLD, peer=0, api="recv"))
+    calls.append(Call(3, 31, 4 * SECOND, None, "send", group=WORLD, peer=2, api="send"))
+    for seq in range(31, 97 if goes_on else 32):
+        at = seq * SECOND if goes_on else 4 * SECOND
+        if at < 69 * SECOND:
+            calls += [
+                Call(0, seq, at, at + MS, "send", group=WORLD, peer=1, api="send"),
+                Call(1, seq, at, at + MS, "recv", group=WORLD, peer=0, api="recv"),
+            ]
+    states = dict.fromkeys(range(4), ALIVE)
+    (finding,) = diagnose_calls(tmp_path, calls, states=states).findings
+    assert finding.kind == "missing"
+    assert finding.ranks == ((2,) if goes_on and not known else (0,))

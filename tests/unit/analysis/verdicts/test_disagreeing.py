@@ -170,8 +170,8 @@ def test_how_far_both_had_come(tmp_path: Path) -> None:
     (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
     assert finding.kind == "deadlock"
     assert set(finding.evidence) == {
-        "rank 0 has sent 83 messages to rank 1 (tag 0); the 84th is awaited",
-        "rank 1 has sent 83 messages to rank 0 (tag 0); the 84th is awaited",
+        "rank 0 has sent 83 messages to rank 1 (tag 0, group 0); the 84th is awaited",
+        "rank 1 has sent 83 messages to rank 0 (tag 0, group 0); the 84th is awaited",
     }
     assert finding.summary.count("recv #84") == 2
 

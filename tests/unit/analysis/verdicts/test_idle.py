@@ -175,8 +175,8 @@ def test_an_idle_job_is_no_failure(
     run = write_run(tmp_path, RANK_2_MISSING, 70)
     declare(run, 2, FOREVER_NS)
     idle = look(run, 70)
-    monkeypatch.setattr("rankcall.cli.diagnose.diagnose_asking", lambda run, hang_after: idle)
-    monkeypatch.setattr("rankcall.cli.top.look", lambda run, hang_after: idle)
+    monkeypatch.setattr("rankcall.cli.diagnose.diagnose_asking", lambda *_: idle)
+    monkeypatch.setattr("rankcall.cli.top.look", lambda *_: idle)
     for command in (["diagnose"], ["top", "--once"]):
         assert main([*command, str(run)]) == 0
         assert "idle" in capsys.readouterr().out
