@@ -31,7 +31,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,12 @@ def about_job(command: Sequence[str], torch: str, **more: Any) -> dict[str, Any]
         "python": sys.version.split()[0],
         "rankcall": __version__,
     }
+
+
+def job_folder(about: Mapping[str, Any]) -> str:
+    """Return the directory in which a job was started, as ``run.json`` has it; else empty."""
+    folder = about.get("cwd")
+    return folder if isinstance(folder, str) and folder.startswith("/") else ""
 
 
 def read_about(path: Path, problems: list[Problem]) -> dict[str, Any]:

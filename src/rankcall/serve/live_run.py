@@ -20,7 +20,7 @@ from rankcall.errors import RankcallError, RunNotFoundError
 from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Run, load
 from rankcall.run.own_stacks import request_stacks
-from rankcall.run.paths import ring_paths
+from rankcall.run.paths import job_folder, read_about, ring_paths
 from rankcall.run.profiles import Profile, alive, take_profiles
 from rankcall.run.stack_text import tidy
 from rankcall.serve.other_nodes import OtherNodes
@@ -70,6 +70,7 @@ class Look:
     stacks: Stacks | None = None
     profiles: Profiles | None = None
     attempts: Attempts = field(default_factory=Attempts)
+    folder: str = ""  # in which the job was started, if that is known
     reading_cpu_s: float = 0.0
 
     @property
@@ -208,6 +209,7 @@ class LiveRun:
             stacks=self._asked or (_stacks_of_watcher(kept_in(where)) if where.is_dir() else None),
             profiles=self._profiled,
             attempts=attempts_of(where, until_ns),
+            folder=job_folder(read_about(where, [])),
         )
 
     def _with_kept_stacks(self, run: Run, look: Look) -> Look:

@@ -22,13 +22,15 @@ from rankcall.serve.verdict_section import problem_lines, run_lines, title
 SECTIONS = ("verdict", "ranks", "figures", "stacks", "profiles")
 
 
-@functools.cache
-def _templates() -> Any:
+@functools.lru_cache(maxsize=4)
+def _templates(folder: str = "") -> Any:
+    """Return the templates for a job that was started in a folder."""
     return environment(
+        folder,
         **{
             "live.html.j2": _file("live.html.j2"),
             "live.parts.j2": _file("live.parts.j2"),
-        }
+        },
     )
 
 
@@ -75,7 +77,7 @@ def login_page(problem: str = "") -> str:
 
 def sections(look: Look, history: History) -> dict[str, str]:
     """Return the page's sections by name, with the ranks by host."""
-    parts = _templates().get_template("live.parts.j2").module
+    parts = _templates(look.folder).get_template("live.parts.j2").module
     verdict = look.diagnosis
     if verdict is None:
         nothing = dict.fromkeys(SECTIONS, "")
@@ -105,7 +107,7 @@ def ranks(look: Look, by: str = "") -> str:
         return ""
     ways, lines = folds(verdict), lines_of(verdict)
     fold = next((way for way in ways if way.title == by), ways[0])
-    parts = _templates().get_template("live.parts.j2").module
+    parts = _templates(look.folder).get_template("live.parts.j2").module
     html: str = parts.ranks(grid(verdict, lines, ways, fold), places(verdict, lines))
     return html
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from importlib import resources
@@ -35,6 +35,7 @@ from rankcall.report.html.first_screen import items, verdict
 from rankcall.report.html.stacks import clock, stack_rows
 from rankcall.report.node_checks import lines_of
 from rankcall.report.time_sources import times_of_ops
+from rankcall.run.paths import job_folder
 
 __all__ = ["render"]
 
@@ -61,7 +62,7 @@ def render(details: Details, findings: Sequence[Finding] = (), kept: Sequence[Ke
     Raises:
         ExtraMissingError: jinja2 is not installed.
     """
-    template = environment().get_template("page.html.j2")
+    template = environment(job_folder(details.summary.about)).get_template("page.html.j2")
     script, style = asset("page.js"), asset("page.css")
     html: str = template.render(
         **_content(details, findings),
@@ -94,11 +95,11 @@ def digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def environment(**templates: str) -> Any:
+def environment(folder: str = "", **templates: str) -> Any:
     """Return jinja2's environment for this folder's templates and ``templates``, by name.
 
-    Names from records are escaped, and their control characters replaced. Raises
-    ``ExtraMissingError``.
+    Names from records are escaped, and their control characters replaced. Paths below the job's
+    ``folder`` are written without it, except by the filter ``full``. Raises ``ExtraMissingError``.
     """
     try:
         import jinja2
@@ -106,6 +107,13 @@ def environment(**templates: str) -> Any:
         raise ExtraMissingError(
             "the HTML report needs jinja2: pip install 'rankcall[report]'"
         ) from error
+    short = _below(folder)
+
+    def readable(value: Any) -> Any:
+        """Replace control characters in a name; markup of the template itself stays."""
+        is_name = isinstance(value, str) and not hasattr(value, "__html__")
+        return short(clean(value)) if is_name else value
+
     shared = {name: asset(name) for name in ("parts.html.j2", "page.html.j2")}
     jinja_environment = jinja2.Environment(
         loader=jinja2.DictLoader({**shared, **templates}),
@@ -113,7 +121,7 @@ def environment(**templates: str) -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_readable,
+        finalize=readable,
     )
     jinja_environment.globals["version"] = __version__
     jinja_environment.filters.update(
@@ -126,21 +134,33 @@ def environment(**templates: str) -> Any:
         rate=rate,
         size_name=size_name,
         px=partial(round, ndigits=2),
-        prose=_prose,
+        prose=lambda text: _prose(short(clean(text))),
+        full=_full,
     )
     return jinja_environment
 
 
-def _readable(value: Any) -> Any:
-    """Replace control characters in a name; markup of the template itself stays."""
-    return clean(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+def _below(folder: str) -> Callable[[str], str]:
+    """Return a function that writes the paths below a folder without that folder."""
+    start = f"{folder.rstrip('/')}/"
+    if start == "/":
+        return lambda text: text
+    whole = re.compile(rf"(?<![\w./-]){re.escape(start)}")
+    return lambda text: whole.sub("", text) if start in text else text
+
+
+def _full(text: str) -> Any:
+    """Return a text as markup, with its paths as they were recorded."""
+    import markupsafe
+
+    return markupsafe.escape(clean(text))
 
 
 def _prose(text: str) -> Any:
     """Return a sentence as markup in which no line ends inside an option or before a unit."""
     import markupsafe
 
-    escaped = str(markupsafe.escape(clean(text)))
+    escaped = str(markupsafe.escape(text))
     return markupsafe.Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', escaped))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,23 @@ def test_the_report_has_the_watchers_stacks(
     assert [stack_class["ranks"] for stack_class in classes] == [[2], [0, 1, 3]]
     assert section.index("evaluate") < section.index("step")
     assert "3 ranks" in section
+
+
+def test_paths_below_the_jobs_folder_are_short(tmp_path: Path, missing: Diagnosis) -> None:
+    """Both pages write them from that folder on, and whole where one points at them."""
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    keep_verdict(run, missing, dict.fromkeys(range(4), STACK), any_verdict)
+    (run / "run.json").write_text(json.dumps({"cwd": "/home/ada"}))
+    main(["report", str(run), "-o", str(page)])
+    report = page.read_text()
+    stacks = Stacks(dict.fromkeys(range(4), STACK), 80.0, by_watcher=True)
+    look = Look("live", 80.0, str(run), diagnosis=missing, stacks=stacks, folder="/home/ada")
+    live = "".join(sections(look, History()).values())
+    for html in (report, live):
+        assert 'title="/home/ada/train.py:77">train.py:77<' in html
+        assert "/home/ada/" not in re.sub(r'title="[^"]*"', "", html)
+    other = "".join(sections(replace(look, folder="/home/a"), History()).values())
+    assert ">/home/ada/train.py:77<" in other
 
 
 def test_the_pages_have_the_text_of_the_culprits_line(tmp_path: Path, missing: Diagnosis) -> None:
