@@ -5,6 +5,7 @@ A page folds its rows by them: a job of thousands of ranks has few hosts, and fe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,15 @@ def folds_of(host_of: Mapping[int, str], groups: Iterable[Group]) -> list[Fold]:
     hosts = list(dict.fromkeys(host_of.values()))
     number_of = {host: number for number, host in enumerate(hosts)}
     folds = [Fold(HOSTS, hosts, {rank: number_of[host] for rank, host in host_of.items()})]
-    for dimension in dimensions_of(groups):
+    dimensions = dimensions_of(groups)
+    sizes = Counter(dimension.name for dimension in dimensions)
+    for dimension in dimensions:
+        several = f" of {dimension.size}" if sizes[dimension.name] > 1 else ""
+        title = f"{dimension.name}{several}"  # a reader chooses a fold by its title
         places = [f"{dimension.name} {place}" for place in range(dimension.size)]
-        folds.append(Fold(f"{dimension.name}: places in the groups", places, dimension.place_of))
+        folds.append(Fold(f"{title}: places in the groups", places, dimension.place_of))
         names = [_short(ranks) for ranks in dimension.groups]
-        folds.append(Fold(f"{dimension.name}: groups", names, dimension.group_of))
+        folds.append(Fold(f"{title}: groups", names, dimension.group_of))
     return folds
 
 

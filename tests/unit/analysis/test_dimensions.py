@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rankcall.analysis.dimensions import dimensions_of
+from rankcall.analysis.folds import folds_of
 from rankcall.ring.tables import Group
 
 
@@ -44,6 +45,26 @@ def test_groups_of_different_sizes_are_different_dimensions() -> None:
     """A place among two says nothing of a place among three."""
     groups = [group("ep", 0, 1), group("ep", 2, 3), group("ep", 4, 5, 6), group("ep", 7, 8, 9)]
     assert [(each.name, each.size) for each in dimensions_of(groups)] == [("ep", 2), ("ep", 3)]
+
+
+def test_folds_of_a_job() -> None:
+    """Rows of hosts, of places and of groups; a dimension of two sizes has two titles."""
+    hosts = {rank: f"node-{rank // 5}" for rank in range(10)}
+    groups = [group("ep", 0, 1), group("ep", 2, 3), group("ep", 4, 5, 6), group("ep", 7, 8, 9)]
+    by_host, *folds = folds_of(hosts, [*groups, group("tp", 0, 1), group("tp", 3, 2)])
+    assert (by_host.title, by_host.names) == ("hosts", ["node-0", "node-1"])
+    assert [by_host.row_of[rank] for rank in range(10)] == [0] * 5 + [1] * 5
+    assert [fold.title for fold in folds] == [
+        "ep of 2: places in the groups",
+        "ep of 2: groups",
+        "ep of 3: places in the groups",
+        "ep of 3: groups",
+        "tp: places in the groups",
+        "tp: groups",
+    ]
+    assert (folds[0].names, dict(folds[0].row_of)) == (["ep 0", "ep 1"], {0: 0, 1: 1, 2: 0, 3: 1})
+    assert (folds[4].names, dict(folds[4].row_of)) == (["tp 0", "tp 1"], {0: 0, 1: 1, 3: 0, 2: 1})
+    assert folds[3].names == ["ranks 4-6", "ranks 7-9"]
 
 
 def test_torchs_own_mesh() -> None:

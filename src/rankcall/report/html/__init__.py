@@ -99,7 +99,7 @@ def environment(folder: str = "", **templates: str) -> Any:
     """Return jinja2's environment for this folder's templates and ``templates``, by name.
 
     Names from records are escaped, and their control characters replaced. Paths below the job's
-    ``folder`` are written without it, except by the filter ``full``. Raises ``ExtraMissingError``.
+    ``folder`` are written without it, except by the filter ``hover``. Raises ``ExtraMissingError``.
     """
     try:
         import jinja2
@@ -135,7 +135,7 @@ def environment(folder: str = "", **templates: str) -> Any:
         size_name=size_name,
         px=partial(round, ndigits=2),
         prose=lambda text: _prose(short(clean(text))),
-        full=_full,
+        hover=lambda text, shown=None: _hover(text, short(clean(text)) if shown is None else shown),
     )
     return jinja_environment
 
@@ -149,11 +149,12 @@ def _below(folder: str) -> Callable[[str], str]:
     return lambda text: whole.sub("", text) if start in text else text
 
 
-def _full(text: str) -> Any:
-    """Return a text as markup, with its paths as they were recorded."""
+def _hover(text: str, shown: str) -> Any:
+    """Return the attribute that has a text with whole paths, unless it is shown already."""
     import markupsafe
 
-    return markupsafe.escape(clean(text))
+    whole = clean(text)
+    return markupsafe.Markup(' title="{}"').format(whole) if whole != shown else ""
 
 
 def _prose(text: str) -> Any:
