@@ -18,10 +18,16 @@ FAULTS = ("missing", "desync", "device", "exception", "killed")
 
 @dataclass(frozen=True)
 class Plan:
-    """The fault, and what the log therefore shows. ``shown``: the first line that tells of it."""
+    """The fault, and what the log therefore shows. ``shown``: the first line that tells of it.
+
+    ``seq``: The number of the collective that the others wait in. ``what``: Words of the fault.
+    """
 
     fault: str
     culprit: int
+    others: tuple[int, ...]
+    seq: int
+    what: str
     kind: str
     lines: list[str]
     shown: int
@@ -41,7 +47,7 @@ def made(seed: int, collect: Callable[[int, str], str]) -> Plan:
         for rank in range(world)
     }
     tail: list[str] = []
-    kind = "dead"
+    kind, what = "dead", f"#{seq} of"
     if fault == "missing":
         kind = "missing"
         written = log_of(
@@ -53,7 +59,7 @@ def made(seed: int, collect: Callable[[int, str], str]) -> Plan:
         written = log_of(wording, {**calls, culprit: Call(seq, "BROADCAST")})
     else:
         written = log_of(wording, {rank: Call(seq) for rank in others})
-        tail = _own_failure(fault, culprit, chance)
+        what, tail = _own_failure(fault, culprit, chance)
     for line in written:
         by_rank[int(line[5 : line.index("]")])].append(line)
     if fault in ("device", "exception"):
@@ -63,10 +69,11 @@ def made(seed: int, collect: Callable[[int, str], str]) -> Plan:
     failing = ("Watchdog", "watchdog", "Traceback", "Failures:", "dump signal")
     shown = next(index for index, line in enumerate(lines) if any(word in line for word in failing))
     collected = [collect(index, line) for index, line in enumerate(lines)]
-    return Plan(fault, culprit, kind, collected, shown)
+    return Plan(fault, culprit, tuple(others), seq, what, kind, collected, shown)
 
 
-def _own_failure(fault: str, rank: int, chance: random.Random) -> list[str]:
+def _own_failure(fault: str, rank: int, chance: random.Random) -> tuple[str, list[str]]:
+    """Return words that the verdict must have, and the lines that a rank's own failure leaves."""
     if fault == "device":
         what = chance.choice(
             [
@@ -75,7 +82,7 @@ def _own_failure(fault: str, rank: int, chance: random.Random) -> list[str]:
                 "uncorrectable ECC error encountered",
             ]
         )
-        return [
+        return what, [
             f"[rank{rank}]:[E101 09:00:00.000000000 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID 0 "
             f"Rank {rank}] Process group watchdog thread terminated with exception: CUDA error: "
             f"{what}"
@@ -88,7 +95,7 @@ def _own_failure(fault: str, rank: int, chance: random.Random) -> list[str]:
                 ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB"),
             ]
         )
-        return [
+        return f"{kind.rpartition('.')[2]}: {message}", [
             f"[rank{rank}]: Traceback (most recent call last):",
             f'[rank{rank}]:   File "/job/train.py", line 88, in <module>',
             f"[rank{rank}]:     main()",
@@ -96,7 +103,7 @@ def _own_failure(fault: str, rank: int, chance: random.Random) -> list[str]:
             f"[rank{rank}]:     return batch[key]",
             f"[rank{rank}]: {kind}: {message}",
         ]
-    return [
+    return "SIGKILL", [
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
         "=" * 60,
         "train.py FAILED",

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from collected_logs import COLLECTORS, REAL
-from generated_logs import made
+from generated_logs import Plan, made
 from log_cases import HARMLESS, INCIDENTS, judged, raised, torchrun
 from nccl_logs import WORDINGS, Call, log_of
 
 from rankcall.analysis.logs import diagnose_logs
+from rankcall.analysis.verdicts.facts import Fact, Relation
 
 
 @pytest.mark.parametrize("name", INCIDENTS)
@@ -377,21 +378,50 @@ def test_an_unrelated_log_says_nothing(tmp_path: Path, name: str) -> None:
     assert "No line that rankcall knows reports a failure" in finding.summary
 
 
+OF_THE_CULPRIT = (
+    *(Relation.BEHIND, Relation.MAY_BE_BEHIND, Relation.ENDED_BY_SIGNAL),
+    *(Relation.OWN_ERROR, Relation.OWN_EXCEPTION),
+)
+
+
+def is_true(plan: Plan, fact: Fact) -> bool:
+    """Return whether a fact that a verdict states is one of those that were planted."""
+    ranks = set(fact.ranks.numbers) if fact.ranks else set()
+    waiting = set(plan.others)
+    if fact.relation is Relation.TIMED_OUT_IN and fact.call:
+        waiting = {plan.culprit} if fact.call.op == "broadcast" else waiting
+    elif plan.fault == "desync" or fact.relation is Relation.SAID:  # it quotes any rank
+        waiting.add(plan.culprit)
+    right = {plan.culprit} if fact.relation in OF_THE_CULPRIT else waiting
+    of_others = set(fact.others.numbers) if fact.others else set()
+    return (
+        ranks <= right and of_others <= waiting and (fact.call is None or fact.call.seq == plan.seq)
+    )
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_generated_logs(tmp_path: Path, seed: int) -> None:
-    """The verdict on a whole log is the plan's; on a truncated one, nobody else is blamed."""
+    """The verdict on a whole log is the plan's; on a truncated one, nobody else is blamed.
+
+    Each fact that a sentence states is one of those that were planted.
+    """
     names = sorted(COLLECTORS)
     plan = made(seed, COLLECTORS[names[seed % len(names)]])
     path = tmp_path / "job.log"
     path.write_text("\n".join(plan.lines) + "\n")
-    assert judged(path) == (plan.kind, (plan.culprit,)), plan.fault
+    finding = diagnose_logs([path]).findings[0]
+    assert (finding.kind, finding.ranks) == (plan.kind, (plan.culprit,)), plan.fault
+    assert plan.what in finding.summary
+    assert all(is_true(plan, fact) for fact in finding.facts), finding.facts
     chance = random.Random(seed)
     for _ in range(3):
         end = chance.randint(plan.shown + 1, len(plan.lines))
         path.write_text("\n".join(plan.lines[:end]) + "\n")
-        kind, ranks = judged(path)
+        finding = diagnose_logs([path]).findings[0]
+        kind, ranks = finding.kind, finding.ranks
         assert kind != "nothing_found"
         assert set(ranks) <= {plan.culprit} or (kind == "desync" and plan.culprit in ranks)
+        assert all(is_true(plan, fact) for fact in finding.facts), finding.facts
 
 
 def test_models_that_differ(tmp_path: Path) -> None:
