@@ -8,7 +8,7 @@ compare facts with the fault that was planted, which cannot be done with a sente
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,8 @@ from rankcall.analysis.snapshot import (
     FAILED_IN,
     IN,
     LEFT,
+    P2P,
+    RECV,
     SEND,
     Snapshot,
     standings,
@@ -341,7 +343,16 @@ def last_call(snapshot: Snapshot, rank: int) -> Fact:
         seconds = max(0.0, age - gone_s)
     if how == LEFT and np.isnan(ended):  # a device's call can have ended without a time
         seconds = None
-    return Fact(_LAST[how], ranks, call_of(snapshot, row), number=seconds, unit="s")
+    return Fact(_LAST[how], ranks, _with_peer(snapshot, row), number=seconds, unit="s")
+
+
+def _with_peer(snapshot: Snapshot, row: int) -> CallFact:
+    """Return the call in a row; of a message with its other end, on which its number depends."""
+    call, recorded = call_of(snapshot, row), snapshot.calls[row]
+    is_known = recorded["peer"] >= (-1 if recorded["op"] == RECV else 0)  # -1: from any rank
+    if recorded["kind"] != P2P or not is_known:
+        return call
+    return replace(call, peer=int(recorded["peer"]), tag=int(recorded["tag"]))
 
 
 _LAST = {

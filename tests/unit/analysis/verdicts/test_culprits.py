@@ -256,3 +256,5 @@ def test_a_rank_that_asks_the_wrong_one(tmp_path: Path, goes_on: bool, known: bo
     (finding,) = diagnose_calls(tmp_path, calls, states=states).findings
     assert finding.kind == "missing"
     assert finding.ranks == ((2,) if goes_on and not known else (0,))
+    if finding.ranks == (2,):
+        assert "rank 2: in recv #1 from rank 0 (tag 0, group 0)" in finding.evidence[0]
