@@ -15,6 +15,9 @@ from collected_logs import COLLECTORS, LOGS
 from log_cases import ALL, INCIDENTS, judged
 
 from rankcall.analysis.logs import diagnose_logs
+from rankcall.imports.logs.prefixes import Prefixes
+from rankcall.imports.logs.reading import RawLine
+from rankcall.imports.logs.wrapping import wrapping_of
 
 CASES = {name: case.lines for name, case in ALL.items()} | {
     name: log[0] for name, log in LOGS.items()
@@ -248,3 +251,19 @@ def test_a_task_of_srun_may_be_a_launcher(
     path = tmp_path / "job.log"
     path.write_text("\n".join(lines) + "\n")
     assert judged(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("below", "is_wrapped"),
+    [
+        ("torch.distributed.elastic: the launcher's own line", False),
+        ("uler's log has the rest", True),
+        (" of the job has the rest", True),
+    ],
+)
+def test_a_line_below_the_longest_one(below: str, is_wrapped: bool) -> None:
+    """It is the rest of that one only if a word is broken: a launcher writes without a prefix."""
+    longest = f"[rank2]: {'x' * 90} err=-3" if not is_wrapped else f"[rank2]: {'x' * 90} the sched"
+    texts = ["[rank0]: step 1", "[rank1]: step 1", longest, below]
+    lines = [RawLine(number, text) for number, text in enumerate(texts, 1)]
+    assert (wrapping_of([lines], Prefixes(0, texts)) is not None) == is_wrapped

@@ -26,6 +26,7 @@ _LOOKED_AT = 2000  # lines whose prefixes are looked for
 _MOST_JOINED = 6  # lines of one message
 _LONGEST = 1 << 14  # characters of a line that was put together, as many as of any other line
 _BOX = ("│", "╭", "╰", "╮", "╯")
+_BEGINS_NO_LINE = re.compile(r"[,;:)\]}]| \S")
 # A rule across the page continues nothing, and neither does the line that names an exception. But
 # if the line above has a prefix, each line has, and it is a name that was broken.
 _RULE = re.compile(r"([=*#~-])\1{7,}\s*$")
@@ -216,9 +217,12 @@ def _is_sure(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
 def _is_all_that_lacks_a_prefix(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
     """Whether every line but the rests of others has a prefix.
 
-    Then a line without one is a rest: a collector puts its prefix before each line.
+    Then a line without one is a rest: a collector puts its prefix before each line. But one line
+    alone may be the launcher's, which stands below the longest line by chance, unless a word goes
+    on in it, or it begins as no line does.
     """
     rests = prefixed = 0
+    is_broken = False
     for run in runs:
         last = ""
         if rests + prefixed > _LOOKED_AT:
@@ -228,10 +232,13 @@ def _is_all_that_lacks_a_prefix(runs: Sequence[Sequence[RawLine]], wrapping: Wra
                 prefixed += 1
             elif wrapping.goes_on(last, line.text):
                 rests += 1
+                is_broken |= last[-1:].isalpha() and line.text[:1].islower()
+                is_broken |= _BEGINS_NO_LINE.match(line.text) is not None
             elif line.text.strip():
                 return False
             last = line.text
-    return rests > 0 and prefixed >= _PREFIXED and rests + prefixed >= _LINES
+    is_proven = rests > 1 or (is_broken and not wrapping.at_words)
+    return is_proven and prefixed >= _PREFIXED and rests + prefixed >= _LINES
 
 
 def _shape(text: str) -> str:
