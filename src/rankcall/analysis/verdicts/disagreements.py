@@ -429,7 +429,10 @@ def off_by_n(
     own, others = (_history(calls, wait.group, row) for row in (newest, int(wait.rows[0])))
     too_many = _too_many(own, others, wait.seq - last) if has_left else None
     if too_many is not None:
-        return _at_line(calls, wait.group, too_many)
+        at_line = _at_line(calls, wait.group, too_many)
+        alike = next((side.ranks for side in at_line.sides if rank in side.ranks), ())
+        if set(wait.waiters).isdisjoint(alike):  # all that wait have the calls too many
+            return at_line
     first = _first_unlike(snapshot, own, others, wait.seq)
     if first is not None:
         at_first = _at_first(calls, wait.group, first, (own, others), last, True)

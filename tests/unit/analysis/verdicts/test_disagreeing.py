@@ -618,6 +618,16 @@ def test_a_call_too_many_after_which_the_others_ended(tmp_path: Path) -> None:
     assert "against all_reduce (train.py:7) of ranks 1-3" in finding.summary
 
 
+def test_one_step_less_beside_a_branch(tmp_path: Path) -> None:
+    """Rank 1 ended a step early. That rank 0 took a branch once has nothing to do with it."""
+    ranks = [[("all_reduce", 7)] * 41 for _ in range(4)]
+    ranks[0][20] = ("all_reduce", 9)
+    calls = calls_up_to(ranks, 41, absent=1)
+    states = dict.fromkeys((0, 2, 3), ALIVE)
+    (finding,) = diagnose_calls(tmp_path, calls, states=states, exits={1: (0, 60.0)}).findings
+    assert (finding.kind, finding.ranks) == ("exhausted", (1,))
+
+
 def test_a_call_too_many_before_another_op(tmp_path: Path) -> None:
     """The place where the ops differ is far behind the line that is at fault, which is shown."""
     ranks = [[*calls, ("barrier", 30)] for calls in one_too_many(line=9)]
