@@ -429,34 +429,53 @@ def off_by_n(
     own, others = (_history(calls, wait.group, row) for row in (newest, int(wait.rows[0])))
     too_many = _too_many(own, others, wait.seq - last) if has_left else None
     if too_many is not None:
-        at_line = _at_line(calls, wait.group, too_many)
-        alike = next((side.ranks for side in at_line.sides if rank in side.ranks), ())
-        if set(wait.waiters).isdisjoint(alike):  # all that wait have the calls too many
-            return at_line
+        return _if_between(calls, wait, _at_line(calls, wait.group, too_many))
     first = _first_unlike(snapshot, own, others, wait.seq)
     if first is not None:
         at_first = _at_first(calls, wait.group, first, (own, others), last, True)
         if at_first is not None:
-            return at_first if rank in at_first.culprits else None
+            # Of a pair, the one that has not come left the loop, and not the one that waits.
+            is_pair = {len(side.ranks) for side in at_first.sides} == {1}
+            if is_pair and at_first.loop is not None and rank not in at_first.culprits:
+                return None
+            return _if_between(calls, wait, at_first)
     shift = _shift_between(own, others, last)
     if shift is None:
         return None
     is_shown = shift.shown_by >= _ENOUGH
-    before = [seq for seq in own.keys() & others.keys() if seq < shift.since]
-    if not is_shown and any(own[seq] != others[seq] for seq in before):
-        return None  # that lines differ is usual here
-    at_line = _at_line(calls, wait.group, shift.since)
-    return replace(at_line, shift=shift if is_shown else None) if rank in at_line.culprits else None
+    apart = [seq for seq in own.keys() & others.keys() if own[seq] != others[seq]]
+    place = min(apart, default=shift.since)
+    if not set(range(place, shift.since)).issubset(apart):
+        if not is_shown:
+            return None  # that lines differ is usual here
+        place = shift.since
+    at_line = _at_line(calls, wait.group, place)
+    if rank not in at_line.sides[0].ranks:  # a shift is that of the first side
+        shift = _shift_between(others, own, max(others)) if is_shown else None
+        is_shown = shift is not None and shift.shown_by >= _ENOUGH
+    return _if_between(calls, wait, replace(at_line, shift=shift if is_shown else None))
+
+
+def _if_between(calls: Calls, wait: Wait, disagreement: Disagreement) -> Disagreement | None:
+    """Return a disagreement if those that wait are on other sides than all that have not come.
+
+    Otherwise the lines differ for a reason of their own.
+    """
+    absent = set(calls["rank"][disagreement.rows].tolist()) & set(wait.absent)
+    sides = [set(side.ranks) for side in disagreement.sides if not absent.isdisjoint(side.ranks)]
+    is_between = len(sides) == 1 and absent <= sides[0] and sides[0].isdisjoint(wait.waiters)
+    return disagreement if is_between else None
 
 
 def _too_many(own: History, others: History, short: int) -> int | None:
-    """Return where others have issued as many calls more as a rank is short of.
+    """Return where others have issued as many calls more as a rank is short of, or more.
 
     These are the only ones at which they differ, one after the other, from lines that the rank has
     not.
     """
     apart = sorted(seq for seq in own.keys() & others.keys() if own[seq] != others[seq])
-    if not apart or apart != list(range(apart[0], apart[0] + short)) or short > _FARTHEST:
+    is_run = apart and apart == list(range(apart[0], apart[0] + len(apart)))
+    if not is_run or not short <= len(apart) <= _FARTHEST:
         return None
     usual = set(own.values())
     return apart[0] if not any(others[seq] in usual for seq in apart) else None

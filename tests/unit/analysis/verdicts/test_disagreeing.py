@@ -602,20 +602,35 @@ def test_who_skipped_a_call_beside_branches(tmp_path: Path, how: str, seed: int)
     assert (finding.kind, finding.ranks) == ("desync", (skipped,))
 
 
-def one_too_many(line: int, at: int = 20) -> list[list[tuple[str, int]]]:
-    """Return what four ranks issue, of which rank 0 has a call more, from a line of its own."""
-    usual = [("all_reduce", 7)] * 40
-    return [[*usual[:at], ("all_reduce", line), *usual[at:]], *[usual] * 3]
+def too_many(count: int, world: int = 4, *, in_turn: bool = False) -> list[list[tuple[str, int]]]:
+    """Return what ranks issue, of which rank 0 has some calls more, from a line of its own.
+
+    ``in_turn``: the others' calls come from two lines in turn, else from one.
+    """
+    usual = [("all_reduce", 9 if in_turn and step % 2 else 7) for step in range(40)]
+    return [[*usual[:20], *[("all_reduce", 30)] * count, *usual[20:]], *[usual] * (world - 1)]
 
 
-def test_a_call_too_many_after_which_the_others_ended(tmp_path: Path) -> None:
-    """Ranks 1 to 3 are done, and rank 0 waits: one call of its own had met one of theirs."""
-    calls = calls_up_to(one_too_many(line=9), 41)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_calls_too_many_after_which_the_others_ended(
+    tmp_path: Path, count: int, in_turn: bool
+) -> None:
+    """Ranks 1 to 3 are done, and rank 0 waits: calls of its own had met some of theirs."""
+    calls = calls_up_to(too_many(count, in_turn=in_turn), 41)
     exits = dict.fromkeys((1, 2, 3), (0, 60.0))
     (finding,) = diagnose_calls(tmp_path, calls, states={0: ALIVE}, exits=exits).findings
     assert (finding.kind, finding.ranks, finding.seq) == ("desync", (0,), 21)
-    assert "all_reduce (train.py:9) as #21" in finding.summary
+    assert "all_reduce (train.py:30) as #21" in finding.summary
     assert "against all_reduce (train.py:7) of ranks 1-3" in finding.summary
+
+
+def test_calls_too_many_of_one_of_two_ranks(tmp_path: Path) -> None:
+    """Which of two is right is not known, so none is named."""
+    calls = calls_up_to(too_many(2, world=2), 41)
+    exits = {1: (0, 60.0)}
+    (finding,) = diagnose_calls(tmp_path, calls, states={0: ALIVE}, exits=exits).findings
+    assert (finding.kind, finding.ranks, finding.seq) == ("desync", (), 21)
 
 
 def test_one_step_less_beside_a_branch(tmp_path: Path) -> None:
@@ -630,11 +645,11 @@ def test_one_step_less_beside_a_branch(tmp_path: Path) -> None:
 
 def test_a_call_too_many_before_another_op(tmp_path: Path) -> None:
     """The place where the ops differ is far behind the line that is at fault, which is shown."""
-    ranks = [[*calls, ("barrier", 30)] for calls in one_too_many(line=9)]
+    ranks = [[*calls, ("barrier", 30)] for calls in too_many(1)]
     (finding,) = diagnose_calls(tmp_path, calls_up_to(ranks, 41), states={}).findings
     assert (finding.kind, finding.ranks, finding.seq) == ("desync", (0,), 41)
     (line,) = [line for line in finding.evidence if "before, all_reduce #21" in line]
-    assert "train.py:9, and from train.py:7 on ranks 1-3" in line
+    assert "train.py:30, and from train.py:7 on ranks 1-3" in line
 
 
 def test_a_rank_that_shadows_in_a_join(tmp_path: Path) -> None:
