@@ -25,6 +25,15 @@ from rankcall.analysis.snapshot import (
     Calls,
     Snapshot,
 )
+from rankcall.analysis.verdicts.out_of_step import (
+    ENOUGH,
+    History,
+    Shift,
+    agree_again,
+    shift_between,
+    too_many,
+    turns_more,
+)
 from rankcall.analysis.verdicts.wait_graph import Wait
 from rankcall.record import DTYPES, OPS, REDUCE_OPS, SIZE_TO_AGREE_ON
 from rankcall.ring.tables import JOIN
@@ -35,15 +44,8 @@ Rows = npt.NDArray[np.intp]
 _BARRIER, _ALL_TO_ALL = OPS.index("barrier"), OPS.index("all_to_all")
 SPLITS = "splits"  # a field that differs between what members send and what they receive
 FIELDS = ("op", "dtype", "root", "reduce_op", "size")
-_LONGEST_TURN = 64  # calls of one turn of a loop
-_FARTHEST = 8  # calls that a member can be ahead or behind
-# A shift is mentioned if so many calls of a rank differ from the calls of the same number of the
-# other ranks, and equal their calls some numbers on. One or two also differ if calls were swapped,
-# replaced or skipped.
-_ENOUGH = 3
 _UNKNOWN = -1
 
-History = dict[int, tuple[int, ...]]
 # The rows of a message's ends, by op. The key: group, source, target, tag, seq.
 Ends = dict[tuple[int, int, int, int, int], dict[int, int]]
 
@@ -54,19 +56,6 @@ class Side:
 
     ranks: tuple[int, ...]
     row: int  # a call of one of them
-
-
-@dataclass(frozen=True)
-class Shift:
-    """How far a member is ahead (+) or behind (-), and how many calls in a row show that.
-
-    ``both_ways``: the calls repeat, so that it can be behind as well as ahead.
-    """
-
-    calls: int
-    since: int  # sequence number
-    shown_by: int
-    both_ways: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,16 +184,16 @@ def _disagreement(
         unlike = {rank for side in sides[: None if is_tie else -1] for rank in side.ranks}
         if at_first is not None and unlike.issuperset(at_first.culprits):
             return at_first
-    shift = _shift_between(mine, theirs, seq)
+    shift = shift_between(mine, theirs, seq)
     # Both sides make both calls, so only the order differs.
     swapped = (
         mine[seq] != theirs[seq] and mine[seq] in theirs.values() and theirs[seq] in mine.values()
     )
-    if shift is not None and _agree_again(mine, theirs, seq):
+    if shift is not None and agree_again(mine, theirs, seq):
         shift = None
     in_join = _in_join(snapshot, sides)
     order_differs = "op" in differing or shift is not None or swapped or bool(in_join)
-    if shift is not None and shift.shown_by < _ENOUGH:
+    if shift is not None and shift.shown_by < ENOUGH:
         shift = None
     if shift is not None and shift.since < seq:
         seq = shift.since
@@ -260,7 +249,7 @@ def _other_line(snapshot: Snapshot, sides: Sequence[Side], before: int) -> Other
     mine, theirs = (_history(calls, group, side.row) for side in (sides[0], sides[-1]))
     both = [seq for seq in sorted(mine.keys() & theirs.keys()) if seq < before]
     apart = [at for at, seq in enumerate(both) if mine[seq][-1] != theirs[seq][-1]]
-    if not apart or apart[0] < _ENOUGH or (len(apart) > 1 and apart[-1] - apart[0] >= len(apart)):
+    if not apart or apart[0] < ENOUGH or (len(apart) > 1 and apart[-1] - apart[0] >= len(apart)):
         return None
     seq = both[apart[0]]
     lines = mine[seq][-1], theirs[seq][-1]
@@ -287,15 +276,15 @@ def _at_first(
     lines = {side: int(calls["site"][side.row]) for side in sides}
     loop = None
     for longer, shorter in ((theirs, mine), (mine, theirs)):
-        turns = _turns_more(longer, shorter, seq)
+        turns = turns_more(longer, shorter, seq)
         side = next((side for side in sides if lines[side] == longer[seq][-1]), None)
         if turns and side is not None:
             loop = Loop(side.ranks, side.row, turns)
             break
     if loop is not None:  # of two equal sides, the one that left the loop comes first
         sides.sort(key=lambda side: (len(side.ranks), side.ranks == loop.ranks, side.ranks))
-    shift = None if loop is not None else _shift_between(mine, theirs, last)
-    if shift is not None and (shift.since != seq or shift.shown_by < _ENOUGH):
+    shift = None if loop is not None else shift_between(mine, theirs, last)
+    if shift is not None and (shift.since != seq or shift.shown_by < ENOUGH):
         shift = None
     if loop is None and shift is None:
         return None
@@ -312,77 +301,6 @@ def _by_line(calls: Calls, rows: Rows) -> list[Side]:
         for side_rows in by_line.values()
     ]
     return sorted(sides, key=lambda side: (len(side.ranks), side.ranks))
-
-
-def _turns_more(longer: History, shorter: History, seq: int) -> int:
-    """Return how many turns of a loop one rank makes more than the other, from ``seq`` on.
-
-    The calls before ``seq`` are a turn of the loop, which both have made. 0 if there is no such
-    loop, if less than a turn explains the difference as well (then calls were skipped inside of
-    it), or if the rank does not issue the other one's calls after it, as far as they are on record.
-    """
-    apart = [
-        distance
-        for distance in range(1, _LONGEST_TURN + 1)
-        for ahead, behind in ((shorter, longer), (longer, shorter))
-        if ahead[seq] == behind.get(seq + distance)
-    ]
-    for length in range(1, _LONGEST_TURN + 1):
-        if any(distance < length for distance in apart) or apart[:2] == [1, 1]:
-            return 0
-        behind = _after_loop(longer, shorter, seq, 0, length)
-        if behind and longer.get(seq + behind) == shorter[seq]:
-            return behind // length if _meet_again(longer, shorter, seq, behind) else 0
-    return 0
-
-
-def _after_loop(longer: History, shorter: History, seq: int, behind: int, length: int) -> int:
-    """Return how far a rank is behind at ``seq`` once it has repeated the turn before it; or 0.
-
-    ``behind``: how far it was behind in that turn.
-    """
-    turn = [shorter.get(seq - length + at) for at in range(length)]
-    begin = behind
-    while None not in turn and turn == [longer.get(seq + behind + at) for at in range(length)]:
-        behind += length
-    return behind if behind > begin else 0
-
-
-def _meet_again(longer: History, shorter: History, seq: int, behind: int) -> bool:
-    """Tell whether a rank issues all that the other one does from ``seq`` on, ``behind`` later.
-
-    It may repeat that loop, or another one, more often than the other one again. Calls that are
-    not on record contradict nothing.
-    """
-    while seq in shorter and seq + behind in longer:
-        if shorter[seq] != longer[seq + behind]:
-            repeated = (
-                _after_loop(longer, shorter, seq, behind, length)
-                for length in range(1, _LONGEST_TURN + 1)
-            )
-            behind = next(
-                (
-                    at
-                    for at in repeated
-                    if at and longer.get(seq + at, shorter[seq]) == shorter[seq]
-                ),
-                0,
-            )
-            if not behind:
-                return False
-        seq += 1
-    return True
-
-
-def _agree_again(mine: History, theirs: History, seq: int) -> bool:
-    """Tell whether two ranks are in step after a call in which they differ.
-
-    A device's host issues calls behind one that hangs. If those agree, none was skipped.
-    """
-    later = [later_seq for later_seq in mine if later_seq > seq and later_seq in theirs]
-    return len(later) >= _ENOUGH and all(
-        mine[later_seq] == theirs[later_seq] for later_seq in later
-    )
 
 
 def _moved(calls: Calls, rows: Rows, side: Side) -> Side:
@@ -427,9 +345,9 @@ def off_by_n(
     newest = int(mine[np.argmax(calls["seq"][mine])])
     last = int(calls["seq"][newest])
     own, others = (_history(calls, wait.group, row) for row in (newest, int(wait.rows[0])))
-    too_many = _too_many(own, others, wait.seq - last) if has_left else None
-    if too_many is not None:
-        return _if_between(calls, wait, _at_line(calls, wait.group, too_many))
+    surplus = too_many(own, others, wait.seq - last) if has_left else None
+    if surplus is not None:
+        return _if_between(calls, wait, _at_line(calls, wait.group, surplus))
     first = _first_unlike(snapshot, own, others, wait.seq)
     if first is not None:
         at_first = _at_first(calls, wait.group, first, (own, others), last, True)
@@ -439,20 +357,20 @@ def off_by_n(
             if is_pair and at_first.loop is not None and rank not in at_first.culprits:
                 return None
             return _if_between(calls, wait, at_first)
-    shift = _shift_between(own, others, last)
+    shift = shift_between(own, others, last)
     if shift is None:
         return None
-    is_shown = shift.shown_by >= _ENOUGH
+    is_shown = shift.shown_by >= ENOUGH
     apart = [seq for seq in own.keys() & others.keys() if own[seq] != others[seq]]
     place = min(apart, default=shift.since)
-    if not set(range(place, shift.since)).issubset(apart):
+    if sum(seq < shift.since for seq in apart) != shift.since - place:  # not one run up to it
         if not is_shown:
             return None  # that lines differ is usual here
         place = shift.since
     at_line = _at_line(calls, wait.group, place)
     if rank not in at_line.sides[0].ranks:  # a shift is that of the first side
-        shift = _shift_between(others, own, max(others)) if is_shown else None
-        is_shown = shift is not None and shift.shown_by >= _ENOUGH
+        shift = shift_between(others, own, max(others)) if is_shown else None
+        is_shown = shift is not None and shift.shown_by >= ENOUGH
     return _if_between(calls, wait, replace(at_line, shift=shift if is_shown else None))
 
 
@@ -467,43 +385,12 @@ def _if_between(calls: Calls, wait: Wait, disagreement: Disagreement) -> Disagre
     return disagreement if is_between else None
 
 
-def _too_many(own: History, others: History, short: int) -> int | None:
-    """Return where others have issued as many calls more as a rank is short of, or more.
-
-    These are the only ones at which they differ, one after the other, from lines that the rank has
-    not.
-    """
-    apart = sorted(seq for seq in own.keys() & others.keys() if own[seq] != others[seq])
-    is_run = apart and apart == list(range(apart[0], apart[0] + len(apart)))
-    if not is_run or not short <= len(apart) <= _FARTHEST:
-        return None
-    usual = set(own.values())
-    return apart[0] if not any(others[seq] in usual for seq in apart) else None
-
-
 def _at_line(calls: Calls, group: int, seq: int) -> Disagreement:
     """Return the place as one at which members issued their calls from different lines."""
     rows = np.flatnonzero(
         (calls["kind"] == COLLECTIVE) & (calls["group"] == group) & (calls["seq"] == seq)
     )
     return Disagreement(True, group, seq, (), tuple(_by_line(calls, rows)), rows, True)
-
-
-def _shift_between(mine: History, theirs: History, last: int) -> Shift | None:
-    """Return the shift that explains most calls up to ``last``; None if none explains any.
-
-    Calls are compared together with their call sites. Of two that explain as many, the smaller
-    one is returned, and of two of one size the one ahead.
-    """
-    best: Shift | None = None
-    for calls in [shift for distance in range(1, _FARTHEST + 1) for shift in (distance, -distance)]:
-        begun, explained = _shifted_run(mine, theirs, calls, last)
-        if explained and (best is None or explained > best.shown_by):
-            other_way = best is not None and best.calls == -calls and best.shown_by >= _ENOUGH
-            best = Shift(calls, begun, explained, both_ways=other_way)
-        elif explained >= _ENOUGH and best is not None and best.calls == -calls:
-            best = replace(best, both_ways=True)
-    return best
 
 
 def _history(calls: Calls, group: int, row: int) -> History:
@@ -518,25 +405,6 @@ def _history(calls: Calls, group: int, row: int) -> History:
     table = np.stack([*columns, calls["site"][rows].astype(np.int64)], axis=1)
     seqs = calls["seq"][rows].tolist()
     return {seq: tuple(line) for seq, line in zip(seqs, table.tolist(), strict=True)}
-
-
-def _shifted_run(mine: History, theirs: History, shift: int, last: int) -> tuple[int, int]:
-    """Return the start of a run in which ``mine`` equals ``theirs`` ``shift`` calls later.
-
-    The second value is the number of calls in it that only the shift explains. The run ends at
-    ``last``, or at the newest call of the others. A rank is not behind if it never makes the calls
-    that the others make in place of its own: then the call itself is wrong.
-    """
-    begun = explained = known = 0
-    seq = min(last, max(theirs, default=0) - shift)
-    own = set(mine.values())
-    while seq in mine and theirs.get(seq + shift) == mine[seq]:
-        if seq in theirs and mine[seq] != theirs[seq]:
-            explained += 1
-            known += theirs[seq] in own
-            begun = seq
-        seq -= 1
-    return (begun, explained) if shift > 0 or known else (0, 0)
 
 
 def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
