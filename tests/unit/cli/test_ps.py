@@ -64,9 +64,13 @@ def test_the_only_live_job_is_meant(tmp_path: Path, someone: subprocess.Popen[by
 
 
 def test_several_live_jobs(
-    tmp_path: Path, someone: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    someone: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None is guessed: the latest run here counts, or all are named, and ``ps`` lists them."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # workers of pytest-xdist have it
     runs = [started(tmp_path / name, someone.pid) for name in ("a", "b")]
     with pytest.raises(RunNotFoundError, match="2 jobs are live on this host") as caught:
         chosen_run(None)
