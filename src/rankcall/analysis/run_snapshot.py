@@ -20,6 +20,7 @@ from rankcall.analysis.rank_states import SeenRing, beats, is_outdated, moments_
 from rankcall.analysis.snapshot import (
     CALL,
     GONE,
+    LONGEST_UNNOTICED_S,
     NOTICED_S,
     UNKNOWN,
     Calls,
@@ -189,7 +190,8 @@ class SnapshotBuilder:
         for rank, ring in self._seen.items():
             known[rank] = min(max(ring.header.devices_known_ns, 0), LARGEST)
         known = known[calls["rank"]]
-        calls["noticed_s"] = np.where(known > 0, np.maximum(moment - known, 0) / _S, NOTICED_S)
+        ago_s = np.clip((moment - known) / _S, 0.0, LONGEST_UNNOTICED_S)
+        calls["noticed_s"] = np.where(known > 0, ago_s, NOTICED_S)
         return calls
 
 

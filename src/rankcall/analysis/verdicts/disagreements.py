@@ -70,7 +70,7 @@ class Loop:
 class OtherLine(NamedTuple):
     """The rows of an earlier call of the first and the last side, issued from two lines.
 
-    It is the only one before at which their lines differ, or the first of a run up to the place. A
+    It is the only one before at which their lines differ, or the first of a single run of them. A
     call too many can match one of the others' and go through.
     """
 

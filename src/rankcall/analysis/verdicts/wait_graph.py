@@ -85,32 +85,32 @@ def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
     if len(messages):
         waits += _message_waits(snapshot, messages, hung, idle)
     _note_queued(snapshot, waits)
-    return [wait for wait in waits if not _is_misdirected(snapshot, wait, waits)]
+    return _without_misdirected(snapshot, waits)
 
 
-def _is_misdirected(snapshot: Snapshot, wait: Wait, waits: Sequence[Wait]) -> bool:
-    """Tell whether a rank waits for a message from a rank that has nothing to do with it.
+def _without_misdirected(snapshot: Snapshot, waits: list[Wait]) -> list[Wait]:
+    """Leave out receives of messages from a rank that has nothing to do with them.
 
-    The other one has never sent it any, and has left, or has gone on for most of the time. And a
-    third rank, from which it has had messages before, cannot send it the next one. So it most
-    likely asks the wrong rank, and the third one waits for it.
+    The other one has never sent the receiver any, and has left, or has gone on for most of the
+    time. And a third rank, from which it has had messages before, cannot send it the next one. So
+    it most likely asks the wrong rank, and the third one waits for it.
     """
+    senders: dict[int, set[int]] = {}  # that cannot send the next message, by receiver
+    for wait in waits:
+        if wait.channel is not None and wait.seq > 1 and wait.absent == [wait.channel.target]:
+            senders.setdefault(wait.channel.target, set()).add(wait.channel.source)
+    return [wait for wait in waits if not _is_misdirected(snapshot, wait, senders)]
+
+
+def _is_misdirected(snapshot: Snapshot, wait: Wait, senders: Mapping[int, set[int]]) -> bool:
     if wait.channel is None or not wait.absent or wait.seq > 1 or wait.any_source:
         return False
     source, target = wait.channel.source, wait.channel.target
-    if wait.waiters != [target]:
+    if wait.waiters != [target] or not senders.get(target, set()) - {source}:
         return False
     calls, state = snapshot.calls, snapshot.ranks[source]
     newest_s = calls["age_s"][calls["rank"] == source].min(initial=np.inf)
-    goes_on = state.closed or state.exit == 0 or newest_s < GOES_ON * wait.age_s
-    return goes_on and any(
-        other.channel is not None
-        and other.absent == [target]
-        and other.channel.target == target
-        and other.channel.source != source
-        and other.seq > 1
-        for other in waits
-    )
+    return state.closed or state.exit == 0 or bool(newest_s < GOES_ON * wait.age_s)
 
 
 def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> Iterator[Wait]:

@@ -119,6 +119,10 @@ def test_a_verdict_does_not_speak_of_ends_that_may_not_have_been_noticed(
             assert {(row.how, row.seq) for row in diagnosis.ranks} == {("in", HUNG)}
 
 
+# A hang of which a verdict is due before a rank has failed to look for implausibly long.
+SOON: dict[str, Any] = {"states": {}, "seconds": 25, "hang_after": 20}
+
+
 @pytest.mark.parametrize(
     ("looked", "found", "how"),
     [
@@ -135,10 +139,19 @@ def test_what_no_rank_has_looked_at_since_is_not_stuck(
     ``looked``: the ranks that have looked since they issued the call.
     """
     calls = calls_on_devices((), told=False)
-    known = {rank: 60_000 * MS if rank in looked else 2 * MS for rank in WORLD.ranks}
-    diagnosis = diagnose_calls(tmp_path, calls, states={}, devices_known=known)
+    known = {rank: 20_000 * MS if rank in looked else 2 * MS for rank in WORLD.ranks}
+    diagnosis = diagnose_calls(tmp_path, calls, devices_known=known, **SOON)
     assert causes(diagnosis) == found
     assert {row.how for row in diagnosis.ranks} == how
+
+
+def test_looks_that_hang_silence_no_verdict(tmp_path: Path) -> None:
+    """A back end that hangs with its device can hold up the looks of all ranks."""
+    calls, known = calls_on_devices((), told=False), dict.fromkeys(WORLD.ranks, 2 * MS)
+    soon = diagnose_calls(tmp_path / "soon", calls, devices_known=known, **SOON)
+    assert causes(soon) == []
+    late = diagnose_calls(tmp_path / "late", calls, devices_known=known, states={})
+    assert causes(late) == [("stuck", ())]
 
 
 def test_the_rank_that_others_wait_for_has_not_noticed_an_end(tmp_path: Path) -> None:
@@ -148,14 +161,14 @@ def test_the_rank_that_others_wait_for_has_not_noticed_an_end(tmp_path: Path) ->
         for call in calls_on_devices((), told=False, issued_by=(0, 1, 3))
     ]
     before = diagnose_calls(
-        tmp_path / "before", calls, states={}, devices_known=dict.fromkeys(WORLD.ranks, 3 * MS)
+        tmp_path / "before", calls, devices_known=dict.fromkeys(WORLD.ranks, 3 * MS), **SOON
     )
     assert causes(before) == []
     after = diagnose_calls(
         tmp_path / "after",
         calls_on_devices((), told=False, issued_by=(0, 1, 3)),
-        states={},
-        devices_known=dict.fromkeys(WORLD.ranks, 60_000 * MS),
+        devices_known=dict.fromkeys(WORLD.ranks, 20_000 * MS),
+        **SOON,
     )
     assert causes(after) == [("missing", (2,))]
 
