@@ -96,13 +96,30 @@
     else if (name === "ranks") hide();
     if (name === "verdict") document.title = section.querySelector("h1").textContent;
   }
+  // A press is a click only if its element is still there when it ends, so changes wait meanwhile.
+  const PRESS_MS = 2000; // the end of a press can be missed, for example outside of the window
+  let pressedUntil = 0;
+  const changes = new Map();
+  function showChanges() {
+    if (Date.now() < pressedUntil) return;
+    for (const [name, html] of changes) replace(name, html);
+    changes.clear();
+  }
+  document.addEventListener("pointerdown", () => {
+    pressedUntil = Date.now() + PRESS_MS;
+    setTimeout(showChanges, PRESS_MS + 10);
+  });
+  for (const end of ["pointerup", "pointercancel"]) {
+    document.addEventListener(end, () => { pressedUntil = 0; setTimeout(showChanges, 0); });
+  }
   const link = $("link");
   let events = null;
   function listen() {
     events = new EventSource("events" + location.search); // the rows that the viewer chose
     events.onmessage = (event) => {
       link.textContent = "";
-      for (const [name, html] of Object.entries(JSON.parse(event.data))) replace(name, html);
+      for (const [name, html] of Object.entries(JSON.parse(event.data))) changes.set(name, html);
+      showChanges();
     };
     events.onerror = () => {
       link.textContent = "connection lost, trying again; the page shows the last state";

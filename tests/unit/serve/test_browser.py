@@ -124,6 +124,35 @@ def test_rows_of_a_parallel_dimension(
         assert wrong == []
 
 
+def test_a_change_during_a_press_loses_no_click(
+    browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]
+) -> None:
+    """What comes between the press and the release of a button waits, and then it is shown."""
+    groups = {"mesh_tp": [list(range(at, at + 4)) for at in range(0, 16, 4)]}
+    run = live_run(tmp_path, 16, someone.pid, hosts=2, groups=groups)
+    with Served(run) as served:
+        page, _ = opened(browser, served)
+        page.add_init_script(
+            "window.EventSource = class { constructor() { window.events = this; } }"
+        )
+        page.reload()
+        # In one task of the page, so that no time passes between the events.
+        is_there = page.evaluate(
+            """() => {
+                const link = document.querySelector(".ways a");
+                const press = (name) => link.dispatchEvent(new PointerEvent(name, {bubbles: true}));
+                press("pointerdown");
+                events.onmessage({data: JSON.stringify({ranks: "<p>newer</p>"})});
+                const isThere = link.isConnected;
+                press("pointerup");
+                return isThere;
+            }"""
+        )
+        assert is_there
+        page.wait_for_selector("#ranks p >> text=newer")
+        page.context.close()
+
+
 def test_changes_come_by_themselves(
     browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]
 ) -> None:
