@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.errors import CorruptRunError, RankcallError
+from rankcall.imports.dumps import records
 from rankcall.imports.dumps.files import read_dump
 from rankcall.imports.dumps.records import op_of_entry, records_of
 from rankcall.problems import texts
@@ -543,6 +544,20 @@ def test_any_value_in_an_entry_is_survived(field: str, value: Any, at: int) -> N
     entries[at % len(entries)][field] = value
     content = records_of(entries)
     assert len(content.records) <= len(entries)
+
+
+def test_each_entry_may_have_a_back_end_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is no square of the entries, however many names a forged dump has."""
+    seen: list[str] = []
+    backend_of = records._backend
+    monkeypatch.setattr(records, "_backend", lambda name: seen.append(name) or backend_of(name))
+    issued = {"retired": True, "state": "scheduled", "time_discovered_completed_ns": None}
+    forged = [
+        {**GOOD["entries"][0], **issued, "profiling_name": f"b{number}:all_reduce"}
+        for number in range(500)
+    ]
+    assert len(records_of(forged).records) == 500
+    assert len(seen) <= 3 * len(forged)
 
 
 @settings(deadline=None)

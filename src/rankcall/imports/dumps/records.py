@@ -301,13 +301,11 @@ class _Named:
         """Return of which entries something is true that their names tell."""
         return np.array([*map(predicate, self._different)], bool)[self._number]
 
-    def of_backend(self, backend: str) -> npt.NDArray[np.bool_]:
-        """Return which entries are of a back end."""
-        return self.are(lambda name: _backend(name) == backend)
-
-    def backends(self) -> set[str]:
-        """Return the names of the back ends."""
-        return {_backend(name) for name in self._different}
+    def backends(self) -> tuple[list[str], npt.NDArray[np.intp]]:
+        """Return the names of the back ends, and of each entry the number of its own."""
+        mine = list(map(_backend, self._different))
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(mine))}
+        return list(numbers), np.array([numbers[name] for name in mine], np.intp)[self._number]
 
 
 def _backend(name: str) -> str:
@@ -334,13 +332,11 @@ def _without_ends(
     Not one op of such a back end is noted as started or completed. Gloo's are not, either, but Gloo
     retires an op when it has ended.
     """
-    issued_only = retired & (status == _ENQUEUED)
-    endless = np.zeros(len(retired), bool)
-    for backend in named.backends() - {"gloo"} if issued_only.any() else ():
-        mine = named.of_backend(backend)
-        if (status[mine] == _ENQUEUED).all():
-            endless |= mine & issued_only
-    return endless
+    backends, number = named.backends()
+    has_noted = np.bincount(number, status != _ENQUEUED, len(backends)) > 0
+    is_gloo = np.array([backend == "gloo" for backend in backends], bool)
+    is_endless: npt.NDArray[np.bool_] = retired & ~(has_noted | is_gloo)[number]
+    return is_endless
 
 
 def _ends_of_batches(
