@@ -166,7 +166,7 @@ def test_another_thread_than_the_one_that_trains_has_not_come(tmp_path: Path) ->
     """The line of a missing rank is that of the thread for whose call the others wait."""
     run = tmp_path / "run"
     with start_ranks(_save_in_a_thread, 3, run_dir=run, watch={"hang_after": 60}):
-        wait_until(lambda: len(ring_paths(run)) == 3)
+        wait_until(lambda: _with_headers(run) == 3)
 
         def place() -> str:
             findings = diagnose_asking(load(run), 0.5).findings
@@ -227,7 +227,7 @@ def test_py_spy(tmp_path: Path) -> None:
     # No watcher runs, so no stacks are dumped from inside.
     with start_ranks(_one_by_one, 3, faults=plan, run_dir=run) as ranks:
         wait_until(lambda: _state(ranks, 2) == "T")
-        wait_until(lambda: len(ring_paths(run)) == 3)
+        wait_until(lambda: _with_headers(run) == 3)
         if not _may_look_into(ranks.pids[0]):
             pytest.skip("py-spy may not look into other processes here")
         stacks: dict[int, str] = {}
@@ -246,6 +246,11 @@ def test_py_spy(tmp_path: Path) -> None:
         assert text.startswith("Thread ")
         assert '"MainThread"' in text.splitlines()[0]
         assert "rankcall-heart" not in text
+
+
+def _with_headers(run: Path) -> int:
+    """Count the rings that can be read: a rank makes the file first, then writes the header."""
+    return sum(read_header(path) is not None for path in ring_paths(run))
 
 
 def _state(ranks: Ranks, rank: int) -> str:
