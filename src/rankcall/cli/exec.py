@@ -20,7 +20,7 @@ import typer
 
 from rankcall._native import cache_dir
 from rankcall._prebuilt import FOLDER
-from rankcall.analysis.verdicts.suspects import ASKED
+from rankcall.analysis.verdicts.ends import ASKED
 from rankcall.cli import stderr
 from rankcall.cli.common import open_run, say
 from rankcall.cli.environment import environment, hooking

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankcall.analysis.verdicts.suspects import KILLED_LATER_S
+from rankcall.analysis.verdicts.ends import KILLED_LATER_S
 from rankcall.cli.torchrun import TERMINATED
 from rankcall.run.exits import LAUNCHER, Exit, note_exit
 

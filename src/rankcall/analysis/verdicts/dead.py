@@ -7,21 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rankcall.analysis.snapshot import PEER_CLOSED, UNKNOWN, RankState, Snapshot, failed_for_good
+from rankcall.analysis.verdicts.ends import ASKED, ended_before, has_failed, is_interrupted
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import Fact, Relation, hosts_of, last_call, ranks_of
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.sentences import evidence as written
-from rankcall.analysis.verdicts.suspects import (
-    ASKED,
-    Case,
-    Suspect,
-    Suspects,
-    ended_before,
-    has_failed,
-    is_interrupted,
-)
+from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
 
 _FROM_OUTSIDE = (
     "Most likely killed from outside: look at the log of what started them (Ray, for example, "

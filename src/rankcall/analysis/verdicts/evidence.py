@@ -30,15 +30,8 @@ from rankcall.analysis.snapshot import (
     unfinished,
 )
 from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements_in, off_by_n
-from rankcall.analysis.verdicts.suspects import (
-    BEATS_S,
-    Case,
-    Classifier,
-    Exits,
-    Suspects,
-    culprit_cases,
-    exits_of,
-)
+from rankcall.analysis.verdicts.ends import BEATS_S, Exits, exits_of
+from rankcall.analysis.verdicts.suspects import Case, Classifier, Suspects, culprit_cases
 from rankcall.analysis.verdicts.wait_graph import (
     BLOCKING,
     Cycle,

@@ -40,8 +40,8 @@ from rankcall.analysis.snapshot import (
     unfinished,
 )
 from rankcall.analysis.verdicts.disagreements import places_that_differ
+from rankcall.analysis.verdicts.ends import Exits, exits_of, has_failed
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.suspects import Exits, exits_of, has_failed
 from rankcall.analysis.verdicts.wait_graph import BLOCKING, Rows, Wait, cycles_in, waits_of
 from rankcall.record import FLAG_DEVICE, OPS, SYNCHRONISING, TO_ROOT
 from rankcall.ring.tables import JOIN

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.verdicts.ends import ended_before
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.sentences import evidence as written
-from rankcall.analysis.verdicts.suspects import ended_before
 
 
 def with_quotation(snapshot: Snapshot, finding: Finding) -> Finding:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
+from rankcall.analysis.verdicts.ends import FROZEN_S
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
 from rankcall.analysis.verdicts.finding import Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.reasons import reasons_for_absence
 from rankcall.analysis.verdicts.sentences import SHOWN
-from rankcall.analysis.verdicts.suspects import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
+from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects, frozen_after_s
 
 
 class Stopped(CulpritKind):
