@@ -225,7 +225,8 @@ def _causes(case: Case) -> list[Fact]:
     facts = []
     for outside in case.facts(Outside)[:1]:
         what = outside.what[:160].rstrip(".")
-        facts.append(_fact(Relation.ENDED_FROM_OUTSIDE, what=what))
+        at_start = "yes" if outside.at_start else ""
+        facts.append(_fact(Relation.ENDED_FROM_OUTSIDE, what=what, at_start=at_start))
     for fault in case.facts(DeviceFault)[:1]:
         if fault.by_kernel and fault.pid < 0:
             error = fault.what[:160].rstrip(".")
@@ -268,7 +269,9 @@ def _causes(case: Case) -> list[Fact]:
 
 def _worker_exits(case: Case) -> list[WorkerExit | AttemptEnded]:
     """Return how workers ended, as far as torchrun's report does not say it of their ranks."""
-    return [*case.facts(WorkerExit), *([] if case.all.failures else case.facts(AttemptEnded))]
+    reported = {failure.pid for failure in case.all.failures}
+    ended = [ending for ending in case.facts(WorkerExit) if ending.pid not in reported]
+    return [*ended, *([] if case.all.failures else case.facts(AttemptEnded))]
 
 
 def _gone(case: Case) -> list[Fact]:

@@ -184,7 +184,8 @@ class Relation(str, Enum):
     # The ranks waited for others. If their ranks are not known: values: in_group, pid
     TIMED_OUT = "timed_out"
     RANK_NOT_SAID = "rank_not_said"  # there was a failure, and no line says which rank is at fault
-    ENDED_FROM_OUTSIDE = "ended_from_outside"  # something that is no rank did. values: what
+    # Something that is no rank did. values: what, and at_start if it kept the job from starting
+    ENDED_FROM_OUTSIDE = "ended_from_outside"
     PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
     # An exception of a process whose rank is not known. values: error, pid, host, worker
     PROCESS_RAISED = "process_raised"

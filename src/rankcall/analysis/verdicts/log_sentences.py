@@ -196,7 +196,8 @@ def _not_said(facts: Sequence[Fact]) -> str:
 
 
 def _ended_from_outside(fact: Fact) -> str:
-    return f"Something outside the ranks ended the job: {fact.value('what')}."
+    did = "kept the job from starting" if fact.value("at_start") else "ended the job"
+    return f"Something outside the ranks {did}: {fact.value('what')}."
 
 
 def _process(fact: Fact) -> str:

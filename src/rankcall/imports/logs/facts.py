@@ -278,11 +278,12 @@ class Fatal(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Something that is no rank of the job ended it, or kept it from starting."""
+    """Something that is no rank of the job ended it, or kept it from starting: ``at_start``."""
 
     line: Line
     what: str
     pid: int = -1
+    at_start: bool = False
 
 
 class Aborting(NamedTuple):

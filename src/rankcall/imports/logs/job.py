@@ -30,6 +30,7 @@ from rankcall.imports.logs.facts import (
     Outside,
     Restarted,
     Trouble,
+    WorkerExit,
     number_in_group,
 )
 from rankcall.imports.logs.prefixes import Line, Prefixes, Step, Writer
@@ -111,7 +112,8 @@ class LogFacts:
                 return next(iter(ranks)) if len(ranks) == 1 else -1
             # The lines of a pod, a node or a task may be of several ranks, of which only one has
             # put its rank before a line.
-            return writer.task if writer.task >= 0 and self.tasks_are_ranks else -1
+            is_rank = writer.task >= 0 and self._has_other_tasks and self.tasks_are_ranks
+            return writer.task if is_rank else -1
         named = self._named_rank(writer.file)
         return named if self.ranks.get((writer.file, ""), set()) <= {named} else -1
 
@@ -176,6 +178,22 @@ class LogFacts:
         if any(0 <= fact.line.writer.task < number_in_group(fact) for fact in self.facts):
             return False
         return all({task} >= self.ranks.get(key, set()) for key, task in self.tasks.items())
+
+    @functools.cached_property
+    def _has_other_tasks(self) -> bool:
+        """Whether a task with another number than 0 wrote a line of interest, or an early one.
+
+        If not, srun or mpirun started one program, as far as the logs show. A job has several
+        ranks, so that program started them.
+        """
+        if any(self.tasks.values()):
+            return True
+        for file in {file for file, _ in self.tasks}:
+            texts = [line.text for line in self.logs[file].head]
+            prefixes = Prefixes(file, texts)
+            if any(line.writer.task > 0 for text in texts for line in prefixes.read(0, text)):
+                return True
+        return False
 
     def quote(self, line: Line) -> str:
         """Return a line as evidence: its log, its number, and its text, shortened."""
@@ -327,7 +345,7 @@ class _Reader:
         self._stack: StackOfCollective | None = None
         self._missing: MissingRanks | None = None
         self._aborting: dict[Writer, int] = {}  # the line at which a process said that it ends
-        self._announced: dict[Writer, tuple[int, int]] = {}  # a pid, and the line that has it
+        self._announced: dict[Writer, Member] = {}  # the process that the next lines are about
         self._open: Writer | None = None  # whose traceback goes on without a prefix
         self._report = Report(log_facts.failures)
         self._earlier: tuple[list[Fact], list[Raised]] = [], []  # of the attempt before
@@ -409,7 +427,7 @@ class _Reader:
             # If an agent says so twice, it started all workers again in between.
             self._forget(self._ended.get(fact.agent, 0))
             self._ended[fact.agent] = line.number
-        fact = self._with_pid(fact, line)
+        fact = self._with_process(fact, line)
         if isinstance(fact, LauncherExit) and fact.signal not in (signal.SIGKILL, signal.SIGTERM):
             self._has_failed = True
         if isinstance(fact, Outside) and self._has_failed and _CANCELLED.search(fact.what):
@@ -422,14 +440,21 @@ class _Reader:
         if isinstance(fact, (BarrierFailed, Lagging, LauncherExit)):
             log_facts.size += len(fact[2] if isinstance(fact, BarrierFailed) else fact[1])
 
-    def _with_pid(self, fact: Fact, line: Line) -> Fact:
-        """Return a fact with the pid that torch_npu wrote before the error of CANN behind it."""
+    def _with_process(self, fact: Fact, line: Line) -> Fact:
+        """Return a fact with the process that is named in the lines above it.
+
+        torch_npu writes a pid before the error of CANN, and Intel MPI a rank before its end.
+        """
         if isinstance(fact, Member) and not fact.size:
-            self._announced[line.writer] = fact.pid, line.number
+            self._announced[line.writer] = fact
+        member = self._announced.get(line.writer)
+        is_near = member is not None and line.number - member.line.number <= _NEAR
+        if isinstance(fact, LauncherExit) and not fact.tasks:
+            if member is None or not is_near:
+                return WorkerExit(line, -1, -1, -fact.signal)
+            return fact._replace(tasks=(member.rank,))
         if isinstance(fact, (DeviceFault, Trouble)) and fact.pid < 0 and line.writer.rank < 0:
-            pid, number = self._announced.get(line.writer, (-1, 0))
-            if line.number - number <= _NEAR:
-                return fact._replace(pid=pid)
+            return fact._replace(pid=member.pid) if member is not None and is_near else fact
         return fact
 
     def _read_traceback(self, line: Line) -> None:

@@ -116,6 +116,7 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         [
             of(R.RANK_NOT_SAID),
             of(R.ENDED_FROM_OUTSIDE, what="CANCELLED AT 15:43"),
+            of(R.ENDED_FROM_OUTSIDE, what="srun: not found", at_start="yes"),
             of(R.PROCESS_FAILED, error="out of memory", pid="77", host="node-a"),
             of(R.SPAWNED_ENDED, process="1", signal="SIGKILL"),
             of(R.WORKER_ENDED, local_rank="3", host="node-a", code="1"),
@@ -124,6 +125,7 @@ SENTENCES: list[tuple[list[Fact], str]] = [
             Fact(R.FAILED_FIRST, ONE),
         ],
         f"{NOT_SAID} Something outside the ranks ended the job: CANCELLED AT 15:43. "
+        "Something outside the ranks kept the job from starting: srun: not found. "
         "Process 77 on node-a failed with out of memory. "
         "Process 1 of those that torch.multiprocessing started ended by SIGKILL. "
         "Local rank 3 on node-a ended with code 1. "

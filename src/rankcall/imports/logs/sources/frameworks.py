@@ -17,6 +17,7 @@ from rankcall.imports.logs.facts import (
     Outside,
     Stall,
     Stalled,
+    Trouble,
     WorkerExit,
 )
 from rankcall.imports.logs.prefixes import Line
@@ -102,7 +103,10 @@ _SGLANG_CHILD = re.compile(
     r"Child process unexpectedly failed with (?:an )?exit ?code ?=? ?(-?\d{1,5})"
     r"(?:\. pid=(\d{1,10}))?"
 )
-_SIGNALLED = re.compile(r"\*\*\* SIG([A-Z]{2,6}) received at time=\d{1,12}")
+_SIGNALLED = re.compile(
+    r"\*\*\* SIG([A-Z]{2,6}) (?:received at time=\d{1,12}"
+    r"|\(@0x[\da-f]{1,16}\) received by PID (\d{1,10}) )"
+)
 _NUMBERS = {name.removeprefix("SIG"): number for number, name in OWN_SIGNALS.items()}
 
 
@@ -113,7 +117,17 @@ def _sglang_child(line: Line, match: re.Match[str]) -> Fact:
 def _signalled(line: Line, match: re.Match[str]) -> Fact:
     if match[1] not in _NUMBERS:  # an abort follows many things, and SIGTERM comes from a launcher
         return Fragment(line)
-    return Fatal(line, f"SIG{match[1]}", "own", line.writer.host, line.writer.pid)
+    pid = int(match[2] or line.writer.pid)
+    return Fatal(line, f"SIG{match[1]}", "own", line.writer.host, pid)
+
+
+# torch's compiler tries other kernels, and writes its error without the name of the module.
+_TRITON = re.compile(r"(?:^|\s)(triton\.runtime\.\w{1,40}\.OutOfResources: .{1,200})")
+_MOONCAKE = re.compile(r"Process failed for slice \(.{0,400}?peer_nic: ([\w.:-]{1,253})@")
+
+
+def _mooncake(line: Line, match: re.Match[str]) -> Fact:
+    return Trouble(line, peer=match[1])
 
 
 _RAY_GONE = (
@@ -144,6 +158,20 @@ _RAY_NODE = re.compile(
 
 def _ray_node(line: Line, match: re.Match[str]) -> Fact:
     return Outside(line, f"Ray lost the node {match[1]}")
+
+
+_NVSHMEM_PEER = re.compile(
+    r"nvshmem.{0,300}?: Call to (?:recv from|send to) ([\w.:%-]{1,253}<\d{1,6}>) failed"
+)
+_NVSHMEM = re.compile(
+    r"nvshmem initialization failed|aborting due to error in nvshmem"
+    r"|NVSHMEM API called before NVSHMEM initialization"
+    r"|nvshmem\S{0,400}:\d{1,6}: non-zero status: -?\d{1,6}"
+)
+
+
+def _nvshmem_peer(line: Line, match: re.Match[str]) -> Fact:
+    return Trouble(line, peer=match[1])
 
 
 _NAN = re.compile(
@@ -212,7 +240,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "vLLM: a worker is gone",
-                ("Worker proc ", "died unexpectedly, shut"),
+                ("Worker proc ", "died unexpectedly"),
                 _VLLM_PROC,
                 _vllm_proc,
                 "(EngineCore pid=3677484) ERROR 09-10 09:37:41 [multiproc_executor.py:314] Worker "
@@ -229,7 +257,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "vLLM: the engine ended; its reason stands above",
-                ("EngineDeadError", "core initialization failed", "Got fatal signal from worker"),
+                ("EngineDeadError", " initialization failed", "Got fatal signal from worker"),
                 any_of("EngineDeadError", "core initialization failed", "Got fatal signal from"),
                 aborting,
                 "CRITICAL 04-16 11:53:49 [core_client.py:359] Got fatal signal from worker "
@@ -281,12 +309,32 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "SGLang: a child process ended",
-                ("Child process unexpectedly failed",),
+                ("unexpectedly failed",),
                 _SGLANG_CHILD,
                 _sglang_child,
                 "[2026-03-14 09:02:41] Child process unexpectedly failed with exitcode=-9. "
                 "pid=1021",
                 "SGLang 0.4 and newer",
+            ),
+            Message(
+                "a kernel of Triton needs more than the device has",
+                (".OutOfResources: ",),
+                _TRITON,
+                failed,
+                "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: "
+                "66560, Hardware limit: 65536. Reducing block sizes or `num_stages` may help.",
+                "Triton 2 and newer, vllm-project/vllm#12498",
+            ),
+            Message(
+                "Mooncake: a transfer to another process failed",
+                ("Process failed for slice",),
+                _MOONCAKE,
+                _mooncake,
+                "E0724 03:14:20.710896 104002 worker_pool.cpp:289] Worker: Process failed for "
+                "slice (opcode: 1, source_addr: 0x7f61fc000000, length: 8192, local_nic: "
+                "mlx5_bond_2, peer_nic: 10.0.2.98:15992@mlx5_bond_1, retry_cnt: 0): local "
+                "protection error",
+                "sgl-project/sglang#8324",
             ),
             Message(
                 "a signal ended a process",
@@ -295,7 +343,7 @@ SOURCES: tuple[Source, ...] = (
                 _signalled,
                 "(RayTrainWorker pid=991, ip=10.1.2.3) *** SIGSEGV received at time=1731572112 on "
                 "cpu 33 ***",
-                "Ray 2, and other programs with Abseil's handler",
+                "Ray 2, and other programs with the handler of Abseil or of glog",
             ),
             Message(
                 "Ray kills workers because the node's memory runs out",
@@ -371,7 +419,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "a shard failed, and the launcher ends",
-                ("Error: ShardCannotStart", "Error: ShardFailed"),
+                ("Error: Shard",),
                 any_of("Error: ShardCannotStart", "Error: ShardFailed"),
                 failed,
                 "Error: ShardCannotStart",
@@ -380,7 +428,7 @@ SOURCES: tuple[Source, ...] = (
         ),
     ),
     Source(
-        "DeepEP",
+        "DeepEP, NVSHMEM",
         "none",
         (
             Message(
@@ -390,6 +438,57 @@ SOURCES: tuple[Source, ...] = (
                 waited,
                 "RuntimeError: DeepEP error: CPU recv timeout",
                 "sgl-project/sglang#6701",
+            ),
+            Message(
+                "NVSHMEM: a connection to another process broke",
+                ("socketProgressOpt: Call",),
+                _NVSHMEM_PEER,
+                _nvshmem_peer,
+                "nvshmem/src/modules/bootstrap/uid/ncclSocket/ncclsocket_socket.cpp:"
+                "socketProgressOpt:39: socketProgressOpt: Call to recv from 10.4.0.17<38229> "
+                "failed : Broken pipe",
+                "deepseek-ai/DeepEP#223",
+            ),
+            Message(
+                "NVSHMEM: it could not start, or an operation of it failed",
+                (" initialization failed", "non-zero status", "NVSHMEM API"),
+                _NVSHMEM,
+                failed,
+                "nvshmem/src/host/init/init.cu:989: non-zero status: 7 nvshmem detect topo failed",
+                "deepseek-ai/DeepEP#55, #150, sgl-project/sglang#7888",
+            ),
+        ),
+    ),
+    Source(
+        "JAX",
+        "none",
+        (
+            Message(
+                "a process ends because of another one",
+                ("coordination service",),
+                any_of(
+                    "JAX distributed service detected fatal errors",
+                    "Polled an error from coordination service",
+                ),
+                waited,
+                "E0929 17:42:48.594192 1044529 coordination_service_agent.cc:332] Polled an error "
+                "from coordination service (this can be an error from this or another task).",
+                "jax-ml/jax#39095",
+            ),
+        ),
+    ),
+    Source(
+        "SageMaker",
+        "none",
+        (
+            Message(
+                "a node's script failed",
+                ("Reporting training FAILURE",),
+                any_of("Reporting training FAILURE"),
+                failed,
+                "2026-03-14 09:02:36,123 sagemaker-training-toolkit ERROR    Reporting training "
+                "FAILURE",
+                "sagemaker-training-toolkit 4",
             ),
         ),
     ),

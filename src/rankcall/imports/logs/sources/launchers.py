@@ -12,6 +12,7 @@ from rankcall.imports.logs.facts import (
     Fatal,
     Killed,
     LauncherExit,
+    Member,
     Outside,
     Restarted,
     SpawnedExit,
@@ -24,6 +25,7 @@ from rankcall.imports.logs.sources.message import (
     aborting,
     any_of,
     failed,
+    not_started,
     outside,
     ranks_in,
     waited,
@@ -42,6 +44,14 @@ _CLOSING = re.compile(
     r"|Unable to shutdown process (\d{1,9}) via|Killing subprocess (\d{1,10})"
 )
 _DEATH_SIGNAL = re.compile(r"Received (\w{1,20}) death signal, shutting down workers")
+
+
+# The last line of a failure in torchrun's report; the others may be missing.
+_RECEIVED = re.compile(r"Signal (\d{1,2}) \(SIG[A-Z0-9]{2,10}\) received by PID (\d{1,10})")
+
+
+def _received(line: Line, match: re.Match[str]) -> Fact:
+    return WorkerExit(line, -1, int(match[2]), -int(match[1]))
 
 
 def _attempt_ended(line: Line, match: re.Match[str]) -> Fact:
@@ -96,6 +106,12 @@ _CODE = re.compile(
     r"(?:(?:terminated|completed|finished|failed) with (?:exit )?|exited with exit )code "
     r"(13[2-9])\b|\] Error (13[2-9])$"
 )
+_NO_LAUNCHER = re.compile(
+    r"^\S{1,200}: (?:(?:line )?\d{1,6}: )?((?:torchrun|srun|mpirun|mpiexec|horovodrun|deepspeed"
+    r"|accelerate|pdsh|vllm|ray): (?:command )?not found)$"
+)
+# torchrun passes no such argument; the old launcher of torch 2 writes it with a dash.
+_LOCAL_RANK = re.compile(r"error: unrecognized arguments: .{0,400}?--local[-_]rank=\d{1,5}")
 _COMPOSE_EXIT = re.compile(r"(?:^|: )[\w.-]{1,120} exited with code (1[3-5]\d)$")
 
 
@@ -146,6 +162,16 @@ _MPI_FAILED = (
     *("exited with non-zero status", "BAD TERMINATION OF ONE"),
     *("application called MPI_Abort", "Fatal error in "),
 )
+_NO_DAEMONS = re.compile(
+    r"ORTE was unable to reliably start one or more daemons"
+    r"|An? (?:ORTE|PRTE) daemon has unexpectedly failed after launch"
+    r"|There are not enough slots available in the system to satisfy the \d{1,7}"
+    r"|mpirun was unable to launch the specified application"
+    r"|Launching horovodrun task function was not successful"
+)
+# Intel MPI writes how each process ended in two lines, also of those that it has killed itself.
+_INTEL_RANK = re.compile(r"RANK (\d{1,7}) PID (\d{1,10}) RUNNING AT ([\w.-]{1,253})")
+_INTEL_SIGNAL = re.compile(r"KILLED BY SIGNAL: (\d{1,2}) \(")
 _CRASHED = re.compile(
     r"\[([\w.-]{1,253}):0*(\d{1,10})(?: ?:\d{1,10}:\d{1,10})?\] (?:Signal: |Caught signal )"
     r"(?:(\d{1,2}) \()?([A-Z][\w ]{3,40}?)(?:: .{0,120}\)| \((\d{1,2})\))"
@@ -169,6 +195,15 @@ def _crashed(line: Line, match: re.Match[str]) -> Fact:
     what = f"{match[4]} (signal {match[3] or match[5]})"
     is_own = int(match[3] or match[5]) in OWN_SIGNALS
     return Fatal(line, what, "own" if is_own else "victim", match[1], int(match[2]))
+
+
+def _intel_rank(line: Line, match: re.Match[str]) -> Fact | None:
+    rank = int(match[1])
+    return Member(line, match[3], int(match[2]), rank, 0) if rank < MAX_RANKS else None
+
+
+def _intel_signal(line: Line, match: re.Match[str]) -> Fact:
+    return LauncherExit(line, (), int(match[1]), is_first=False)
 
 
 def _mpi_exit(line: Line, match: re.Match[str]) -> Fact:
@@ -198,9 +233,18 @@ def _slurm_end(line: Line, match: re.Match[str]) -> Fact:
 
 _LIMIT = re.compile(
     r"TERM_(?:MEMLIMIT|RUNLIMIT|OWNER|PREEMPT|ADMIN)\b.{0,120}|PBS: job killed: .{0,120}"
+    r"|^job preempted \(.{1,80}\)"
+)
+_SUBMITIT = re.compile(
+    r"Caught signal SIG\w{2,10} on \S{1,253}: this job is (?:preempted|timed-out)"
 )
 _NOT_LAUNCHED = re.compile(
-    r"srun: (?:error: (?:Task|Application) launch .{0,60}failed|Force Terminated job)"
+    r"srun: (?:error: (?:(?:Task|Application) launch .{0,60}failed|task [\d,-]{1,200} launch failed"
+    r"|Unable to (?:create step|allocate resources|confirm allocation))|Force Terminated job)"
+)
+_NO_CONTAINER = re.compile(
+    r"slurmstepd\S{0,260}: error: ((?:pyxis: (?:container start failed|couldn't start container"
+    r"|failed to import docker image)|spank: required plugin \S{1,200} failed).{0,200})"
 )
 _NO_PROGRAM = re.compile(r"slurmstepd: error: execve\(\): .{1,300}")
 _EXIT_STRING = re.compile(r"TERMINATED WITH THE EXIT STRING: .{1,60} \(signal (\d{1,2})\)")
@@ -237,7 +281,8 @@ def _composer_exit(line: Line, match: re.Match[str]) -> Fact | None:
 
 
 _SLURM_OOM = re.compile(
-    r"slurmstepd\S*: error: (?:Detected (\d{1,7}) oom[-_]kill event|.{0,80}oom-kill)"
+    r"slurmstepd\S*: error: (?:Detected (\d{1,7}) oom[-_]kill event|.{0,80}oom-kill"
+    r"|Exceeded (?:job|step) memory limit)"
 )
 
 
@@ -266,6 +311,14 @@ SOURCES: tuple[Source, ...] = (
                 _attempt_ended,
                 "E1122 18:59:08.232000 6005 torch/distributed/elastic/multiprocessing/api.py:1002] "
                 "failed (exitcode: 1) local_rank: 2 (pid: 6011) of binary: /venv/bin/python",
+                "torch 1.9 to 2.15",
+            ),
+            Message(
+                "a signal ended a worker: the last line of a failure in the report",
+                (") received by PID",),
+                _RECEIVED,
+                _received,
+                "  traceback : Signal 6 (SIGABRT) received by PID 2195196",
                 "torch 1.9 to 2.15",
             ),
             Message(
@@ -302,6 +355,14 @@ SOURCES: tuple[Source, ...] = (
                 "ERROR:torch.distributed.elastic.agent.server.api:Error waiting on exit barrier. "
                 "Elapsed: 315.7792458534241 seconds",
                 "pytorch/pytorch#69520",
+            ),
+            Message(
+                "the script does not take the argument that an old launcher passes",
+                ("unrecognized arguments: ",),
+                _LOCAL_RANK,
+                failed,
+                "train.py: error: unrecognized arguments: --local-rank=3",
+                "torch.distributed.launch of torch 2.0 and newer",
             ),
             Message(
                 "ColossalAI: torchrun failed on a node",
@@ -401,6 +462,14 @@ SOURCES: tuple[Source, ...] = (
                 "bash 4 and newer, dash",
             ),
             Message(
+                "a shell: there is no such launcher",
+                ("not found",),
+                _NO_LAUNCHER,
+                not_started,
+                "train.sh: 1: srun: not found",
+                "bash, dash; zhiyuanyou/SAFECount#16",
+            ),
+            Message(
                 "make, kubectl, CI: a signal ended a command",
                 ("code 13", "] Error 13"),
                 _CODE,
@@ -471,6 +540,33 @@ SOURCES: tuple[Source, ...] = (
                 "Open MPI 4 and 5",
             ),
             Message(
+                "mpirun, horovodrun: processes could not be started",
+                (
+                    *(" was unable to", "unexpectedly failed", "not enough slots"),
+                    "Launching horovodrun task",
+                ),
+                _NO_DAEMONS,
+                not_started,
+                "ORTE was unable to reliably start one or more daemons.",
+                "Open MPI 1.8 and newer, horovod/horovod#504",
+            ),
+            Message(
+                "Intel MPI: the process of which the next line tells",
+                (" RUNNING AT ",),
+                _INTEL_RANK,
+                _intel_rank,
+                "=   RANK 3 PID 7003 RUNNING AT node-2",
+                "bsc-performance-tools/extrae#101",
+            ),
+            Message(
+                "Intel MPI: how it ended; most were killed because another one had failed",
+                ("KILLED BY SIGNAL: ",),
+                _INTEL_SIGNAL,
+                _intel_signal,
+                "=   KILLED BY SIGNAL: 11 (Segmentation fault)",
+                "bsc-performance-tools/extrae#101",
+            ),
+            Message(
                 "horovodrun: how a process ended; it writes each as it ends",
                 (" exit with status code ",),
                 _HOROVOD_EXIT,
@@ -488,7 +584,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "mpirun: a process failed",
-                _MPI_FAILED,
+                ("non-zero status", *_MPI_FAILED[1:]),
                 any_of(*_MPI_FAILED),
                 failed,
                 "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
@@ -530,11 +626,20 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "LSF or PBS ended the job",
-                ("TERM_", "PBS: job killed"),
+                ("TERM_", "PBS: job killed", "preempted"),
                 _LIMIT,
                 outside,
                 "=>> PBS: job killed: walltime 86435 exceeded limit 86400",
-                "LSF 10, PBS 19 and newer",
+                "LSF 10, PBS 19 and newer; cBio/cbio-cluster#188",
+            ),
+            Message(
+                "submitit: Slurm ends the job",
+                ("preempted",),
+                _SUBMITIT,
+                outside,
+                "submitit WARNING (2022-08-12 02:06:11,453) - Caught signal SIGUSR2 on node-4: "
+                "this job is preempted.",
+                "facebookincubator/submitit#1708",
             ),
             Message(
                 "srun could not start tasks, or ended all of them",
@@ -546,11 +651,19 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "Slurm could not start the program of a task",
-                ("slurmstepd: error: execve",),
+                ("slurmstepd",),
                 _NO_PROGRAM,
-                outside,
+                not_started,
                 "slurmstepd: error: execve(): torchrun: No such file or directory",
                 "CSCfi/pytorch-ddp-examples#1",
+            ),
+            Message(
+                "Slurm could not start the container of a task",
+                ("slurmstepd",),
+                _NO_CONTAINER,
+                not_started,
+                "slurmstepd: error: pyxis: container start failed with error code: 1",
+                "NVIDIA/pyxis#122",
             ),
             Message(
                 "Slurm lost a node",
@@ -562,7 +675,7 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "memory of the job's cgroup ran out",
-                ("oom_kill event", "oom-kill"),
+                ("oom_kill event", "oom-kill", "slurmstepd"),
                 _SLURM_OOM,
                 _slurm_oom,
                 "slurmstepd: error: Detected 1 oom_kill event in StepId=812.0. Some of the step "

@@ -160,6 +160,16 @@ def _npu_rank(line: Line, match: re.Match[str]) -> Fact | None:
     return Member(line, line.writer.host, int(match[1]), rank, 0) if rank < MAX_RANKS else None
 
 
+_LIBFABRIC = re.compile(
+    r"libfabric:(\d{1,10}):.{0,200}?<warn> err: \d{1,6}, message: .{0,300}? My host id: "
+    r"(\S{1,253}) Peer EFA addr: \S{1,200} Peer host id: (\S{1,253})"
+)
+
+
+def _libfabric(line: Line, match: re.Match[str]) -> Fact:
+    return Trouble(line, match[2], int(match[1]), match[3])
+
+
 _ONECCL = re.compile(r"\((\d{1,10})\) \|CCL_ERROR\| (.{1,400})")
 _LEVEL_ZERO = re.compile(
     r"(?:UR_RESULT_ERROR|ZE_RESULT_ERROR|PI_ERROR)_(DEVICE_LOST|OUT_OF_(?:DEVICE_MEMORY|RESOURCES))"
@@ -308,6 +318,23 @@ SOURCES: tuple[Source, ...] = (
         ),
     ),
     Source(
+        "libfabric",
+        "`libfabric:pid:`; no rank",
+        (
+            Message(
+                "EFA: a request to another host failed",
+                (" Peer host id: ",),
+                _LIBFABRIC,
+                _libfabric,
+                "libfabric:451707:1708520807::efa:cq:efa_rdm_txe_handle_error():737<warn> err: 5, "
+                "message: Invalid address My EFA addr: fi_addr_efa://[fe80::1]:0:1072483550 My "
+                "host id: i-0db7083f Peer EFA addr: fi_addr_efa://[fe80::2]:0:947699476 Peer host "
+                "id: i-0ce6d3d5 (7)",
+                "aws/aws-ofi-nccl#346",
+            ),
+        ),
+    ),
+    Source(
         "oneCCL, Level Zero",
         "`(pid) |CCL_ERROR|`; no rank",
         (
@@ -319,6 +346,14 @@ SOURCES: tuple[Source, ...] = (
                 "2026:03:14-14:34:47:(19220) |CCL_ERROR| comm_selector.cpp:57 create_comm_impl: "
                 "condition ccl::global_data::get().ze_data failed",
                 "oneCCL 2021 and newer",
+            ),
+            Message(
+                "a thread of the library did not start",
+                ("oneCCL: failed to start",),
+                any_of("oneCCL: failed to start worker"),
+                failed,
+                "oneCCL: failed to start worker #0",
+                "intel/intel-xpu-backend-for-triton#7710",
             ),
             Message(
                 "a device is lost or has no memory left",

@@ -97,6 +97,11 @@ def outside(line: Line, match: re.Match[str]) -> Fact:
     return Outside(line, " ".join(match[0].split()))
 
 
+def not_started(line: Line, match: re.Match[str]) -> Fact:
+    """Read a message that the job could not start: the first group, or all of it, says why."""
+    return Outside(line, " ".join(match[match.lastindex or 0].split()), at_start=True)
+
+
 def aborting(line: Line, match: re.Match[str]) -> Fact:
     """Read a message that a process ends; another line says why."""
     return Aborting(line)

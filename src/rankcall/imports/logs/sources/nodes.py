@@ -28,7 +28,8 @@ _OF_A_JOB = re.compile(
     r"CrashLoopBackOff(?!.*container=)"
     rf"|(?:CrashLoopBackOff|[Bb]ack-off .{{0,20}}restarting failed container).*{_NAMES}"
     rf"|^[\w.-]{{0,253}}{_NAMES}[\w.-]{{0,253}}  +\d{{1,2}}/\d{{1,2}}  +"
-    r"(?:CrashLoopBackOff|Error|OOMKilled|Evicted) "
+    r"(?:CrashLoopBackOff|Error|OOMKilled|Evicted|ContainerStatusUnknown|UnexpectedAdmissionError"
+    r"|OutOf[\w./-]{2,40}) "
 )
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]{4,20})\): (\d{1,4}), (.{0,300})")
 _XID_PID = re.compile(r"pid='?(\d{1,10})")
@@ -43,7 +44,13 @@ _LINK_DOWN = re.compile(
 _EVICTED = re.compile(
     r"(The node (?:was low on resource: \S+|had condition: \[\w+\])|Evicted pod|OOMKilled"
     r"|imminent node shutdown|NodeNotReady|Preempted by|[Ii]nstance was preempted"
-    r"|[Ii]nterruption notice)"
+    r"|[Ii]nterruption notice|Spot ITN received\. Instance will be interrupted.{0,40}"
+    r"|compute\.instances\.preempted|cluster is preempted or failed"
+    r"|Shutdown manager detected new shutdown event|Marking for deletion Pod \S{1,300})"
+)
+_KUBEFLOW = re.compile(
+    r"ReplicaType=\w{1,40} expected=\d{1,7}, running=\d{1,7}, failed=[1-9]"
+    r"|is failed because \d{1,7} \w{1,40} replica\(s\) failed"
 )
 _POD_EXIT = re.compile(r"Pod: (\S{1,253}) exited with code ([1-9]\d{0,2})\b")
 
@@ -193,7 +200,8 @@ SOURCES: tuple[Source, ...] = (
                 (
                     *("was low on resource", "Evicted pod", "OOMKilled", "NodeNotReady"),
                     *("Preempted by", "imminent node shutdown"),
-                    *("nstance was preempted", "nterruption notice"),
+                    *("preempted", "nterruption notice", "Spot ITN received"),
+                    *("Shutdown manager detected", "Marking for deletion Pod"),
                 ),
                 _EVICTED,
                 outside,
@@ -202,13 +210,25 @@ SOURCES: tuple[Source, ...] = (
             ),
             Message(
                 "the kubelet starts a container again and again",
-                ("CrashLoopBackOff", "restarting failed container", "  Error  "),
+                (
+                    *("CrashLoopBackOff", "restarting failed container", "  Error  "),
+                    *("ContainerStatusUnknown", "UnexpectedAdmissionError", "  OutOf"),
+                ),
                 _OF_A_JOB,
                 failed,
                 'E0311 10:11:13.113456 1201 pod_workers.go:1301] "Error syncing pod, skipping" '
                 'err="failed to \\"StartContainer\\" for \\"pytorch\\" with CrashLoopBackOff: '
                 '\\"back-off 5m0s restarting failed container=pytorch pod=job-worker-2\\""',
                 "Kubernetes 1.20 and newer",
+            ),
+            Message(
+                "Kubeflow: how many workers failed",
+                (", failed=", "replica(s) failed"),
+                _KUBEFLOW,
+                failed,
+                'time="2024-05-20T21:12:02Z" level=info msg="PyTorchJob=train/llama, '
+                'ReplicaType=Worker expected=70, running=69, failed=1" job=train.llama',
+                "kubeflow/trainer#2124, #999",
             ),
             Message(
                 "Kubeflow: how a pod ended",

@@ -279,7 +279,7 @@ _EXCEPTION = re.compile(
 _OF_DEVICES_OR_RANKS = re.compile(
     r"\b(?:NCCL|CUDA|cuDNN|cuda[A-Z]\w+|CUBLAS\w*|HIP|MIOpen|XPU|NPU|HCCL)\b|[Gg]loo|c10d|TCPStore"
     r"|[Pp]rocess group|torch\.distributed|rendezvous|[Dd]istributed package|DataLoader worker"
-    r"|connect\(\) timed out|^Address already in use$"
+    r"|connect\(\) timed out|^Address already in use$|ACL stream"
 )
 
 
