@@ -3,8 +3,8 @@
 ``hooks.CollectiveStatus`` has the fields of the hooks that torch removed. A description, as it is
 printed, written as a JSON line and marked for NVTX, has those of a collective monitor that is in
 use. Programs read both, so the names are fixed. They stand nowhere else: what rankcall makes by
-these tables are the dictionaries and lines of ``trace.descriptions``, the marks of
-``capture/marks.py``, and, through a generated header, those of ``capture/native/marks.h``.
+these tables are the dictionaries and lines of ``trace.descriptions``, and, through a generated
+header, the marks of ``capture/native/marks.h``.
 """
 
 from __future__ import annotations

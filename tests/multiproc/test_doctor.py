@@ -27,6 +27,8 @@ def test_a_machine_on_which_recording_works(tmp_path: Path) -> None:
     topics = {"python", "torch", "recorder", "shared memory", "stacks", "launcher", "RANKCALL"}
     assert topics | {"store", "GPU", "trial"} == set(by_topic)
     assert "with its line" in out
+    assert by_topic["recorder"] == "weak"
+    assert "as RANKCALL_CAPTURE says; unset it for the native recorder" in out
     assert len(out.splitlines()) <= 24
     assert not list(tmp_path.iterdir())
 
@@ -53,6 +55,7 @@ def test_what_only_makes_recording_weaker(tmp_path: Path) -> None:
     """Without a compiler, and with a store that does not answer, recording works all the same."""
     (tmp_path / "bin").mkdir()
     env = {"PATH": str(tmp_path / "bin"), "CXX": "", "RANKCALL_CACHE": str(tmp_path / "cache")}
+    env["RANKCALL_CAPTURE"] = "auto"
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
     status, by_topic, out = states(tmp_path, {**env, **job})
     assert status == 0, out

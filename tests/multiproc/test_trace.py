@@ -206,14 +206,20 @@ def test_who_prints(told: Told) -> None:
         assert len(collectives) == len(set(collectives)), f"printed twice in {ranks}"
 
 
-def test_nvtx_marks(told: Told) -> None:
+@pytest.fixture
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Return the run of the native capture, the one that makes marks."""
+    return traced_run("native", tmp_path_factory)
+
+
+def test_nvtx_marks(marked: Told) -> None:
     """Every description is an NVTX mark at issue, with null for fields that are not known yet."""
     times = ("duration_ms", "algbw_gbps", "busbw_gbps")
     for rank in range(RANKS):
-        heard = told.heard[rank]
+        heard = marked.heard[rank]
         assert heard.domains == ["rankcall"]
         marks = by_group([mark for _, mark in heard.marks])
-        for group, described in by_group(told.described[rank]).items():
+        for group, described in by_group(marked.described[rank]).items():
             assert len(marks[group]) == len(described)
             for mark, described_later in zip(marks[group], described, strict=True):
                 later = {**described_later, **dict.fromkeys(times)}
@@ -228,9 +234,9 @@ def test_nvtx_marks(told: Told) -> None:
         assert len({thread for thread, _ in heard.marks}) == 1  # the one that issued them all
 
 
-def test_nvtx_ranges(told: Told) -> None:
+def test_nvtx_ranges(marked: Told) -> None:
     """One over each op, which ends; its mark comes right before it."""
-    for heard in told.heard:
+    for heard in marked.heard:
         assert heard.between == 0
         assert sorted(heard.ended) == sorted(heard.begun)
         names = {mark["name"] for _, mark in heard.marks}

@@ -113,6 +113,10 @@ def _torch() -> Iterator[Check]:
 def _recorder() -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
         return
+    if os.environ.get("RANKCALL_CAPTURE") == "python":
+        text = "recording in Python, which is slower and makes no NVTX marks, as RANKCALL_CAPTURE says"
+        yield Check("recorder", WEAK, f"{text}; unset it for the native recorder")
+        return
     from rankcall.capture.native import RECORDER
 
     try:

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 import rankcall
+from rankcall import errors, trace
 from rankcall.capture.device_status import NO_NUMBER, DeviceOp
 from rankcall.capture.fallback import call_sites, completion
 from rankcall.capture.fallback.completion import Completion, Issued, Waker
 from rankcall.capture.fallback.numbering import GroupState
 from rankcall.capture.fallback.schema import c10d_ops
+from rankcall.capture.marks import Functions
 from rankcall.capture.recording import Recording
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, OPS, STATUSES
 from rankcall.ring.layout import Geometry
@@ -288,6 +290,36 @@ def test_a_follower_that_fails(recording: Recording, monkeypatch: pytest.MonkeyP
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     assert work.wait()
+
+
+# --- what it leaves to the native recorder ---
+
+
+class Marker:
+    """A sink that asks for marks at the issue of each op."""
+
+    def functions(self) -> Functions:
+        """Return addresses that nothing may call."""
+        return Functions(1, 1, 1)
+
+    def open(self, origin: Any) -> None: ...
+    def write(self, descriptions: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_marks_need_the_native_recorder(
+    recording: Recording, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool is not called; one line says so, and whom to ask why, however many traces want it."""
+    monkeypatch.setattr(errors, "_warnings", set())
+    for _ in range(2):
+        with trace.enable("ALL", sinks=[Marker()]):
+            dist.all_reduce(torch.ones(1))
+    said = [line for line in capsys.readouterr().err.splitlines() if "NVTX" in line]
+    assert said == [
+        "rankcall: no NVTX marks: they need the native recorder, and this job is recorded in "
+        "Python; rankcall doctor says why, and what to do"
+    ]
 
 
 # --- on, off, forks and the end ---

@@ -64,7 +64,6 @@ class CallSites:
         self._codes: dict[int, _Code] = {}
         self._references: dict[int, weakref.ref[CodeType]] = {}
         self._numbers: dict[CallSite, int] = {}
-        self._by_id: dict[int, CallSite] = {}
         self._framework_lines: dict[CallSite, int] = {}
         self._last = _PerThread()
 
@@ -89,10 +88,6 @@ class CallSites:
                 api, many = frame, kind == _API_OF_MANY
             frame = frame.f_back
         return self._backward_site(moment), False
-
-    def known(self, number: int) -> CallSite | None:
-        """Return a site that was found, by its number."""
-        return self._by_id.get(number)
 
     def _learn(self, code: CodeType) -> _Code:
         known = _Code(self._classify(code.co_filename, code.co_name))
@@ -193,7 +188,6 @@ class CallSites:
             if len(self._numbers) >= _MAX_SITES:
                 return 0
             site = self._numbers[call_site] = self._add(call_site)
-            self._by_id[site] = call_site
         return site
 
     def _continues(self, frame: FrameType) -> bool:

@@ -39,7 +39,6 @@ from rankcall.capture.fallback.completion import (
 from rankcall.capture.fallback.kernels import KEYS_AFTER, pass_on, record_with
 from rankcall.capture.fallback.numbering import (
     Groups,
-    GroupState,
     Numbered,
     number_ahead,
     number_p2p,
@@ -56,15 +55,15 @@ from rankcall.capture.fallback.schema import (
     sizes_at,
 )
 from rankcall.capture.interface import DTYPE_CODES
-from rankcall.capture.marks import FallbackMarks, Marks
+from rankcall.capture.marks import Marks
 from rankcall.capture.moments import Look
+from rankcall.errors import warn_once
 from rankcall.record import (
     DEVICE_TYPES,
     FLAG_ANY_SOURCE,
     FLAG_DEVICE,
     NO_RANK,
     STATUSES,
-    public_name,
 )
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import PythonRing, put
@@ -100,7 +99,6 @@ class Issuer:
         self._local = _PerThread()
         self._shapes: set[int] = set()  # of coalesced ops, whose tensors' sizes were written down
         self.steps = 0
-        self.marks: FallbackMarks | None = None  # of the tool that is called
 
     def of(self, op: Op, variant: int) -> Callable[[tuple[Any, ...]], Issued | None]:
         """Return the function that records one op. It reads the op's schema once, here."""
@@ -180,19 +178,6 @@ class Issuer:
                     ndim,
                 )
             )
-            if self.marks is not None:
-                root = NO_RANK if root_at is None else args[root_at]
-                fields = {
-                    "op": code,
-                    "seq": seq,
-                    "peer": peer,
-                    "dtype": dtype,
-                    "device": index,
-                    "flags": flags,
-                    "root": root,
-                    "sizes": _sizes(op, size, shaped),
-                }
-                self._mark(op, record, group, site, fields)
             if waker.wanted == 2:
                 waker.wake(2)
             is_first, group.is_met = not group.is_met, True
@@ -209,31 +194,9 @@ class Issuer:
             self._shapes.add(shapes)
             self._ring.numels(shapes, [tensor.numel() for tensor in tensors[:_MAX_NUMELS]])
 
-    def _mark(
-        self, op: Op, record: int, state: GroupState, site: int, fields: dict[str, Any]
-    ) -> None:
-        """Call the tool for an op that is being issued."""
-        marks = self.marks
-        if marks is None:  # switched off meanwhile
-            return
-        fields |= {"correlation": self._local.correlation, "step": self.steps}
-        where = self._call_sites.known(site) if self._call_sites is not None else None
-        try:
-            marks.issued(record, fields, public_name(op.name), where, state.group, state.rank)
-        except Exception:  # the tool failed; the op is recorded already, and its end must be, too
-            pass
-
 
 def _no_site(frame: FrameType, moment: int) -> tuple[int, bool]:
     return 0, False
-
-
-def _sizes(op: Op, size: int, tensors: list[torch.Tensor]) -> list[int]:
-    """Return a message's bytes, tensor by tensor if the op is a coalesced one."""
-    if "coalesced" not in op.name or len(tensors) < 2:
-        return [size]
-    total = sum(tensor.numel() for tensor in tensors) or 1
-    return [size * tensor.numel() // total for tensor in tensors]
 
 
 Interposer = Callable[[Op, Numbered, Callable[..., Any], tuple[Any, ...]], Any]
@@ -252,7 +215,6 @@ class FallbackCapture:
         sites = CallSites(ring.site) if call_sites else None
         self._issuer = Issuer(ring, self._groups, sites, self._waker)
         self._completion = Completion(ring, self._waker)
-        self._marks: Marks | None = None
         self.recording = False
         # For planted faults: called in place of an op, with what issues and records it.
         self.interposer: Interposer | None = None
@@ -322,30 +284,22 @@ class FallbackCapture:
 
     def add_group(self, group: Group, me: int) -> int:
         """Announce a group, and return its id; ``me`` is this rank's place in it."""
-        number = self._groups.announce(group)
-        if self._marks is not None and self._completion.marks is not None:
-            self._completion.marks.learn(self._marks, group)
-        return number
+        return self._groups.announce(group)
 
     def add_line(self, site: int, text: str) -> None:
         """Add the source line of a call site."""
         self._ring.line(site, text)
 
     def mark(self, marks: Marks | None) -> None:
-        """Call a tool at the issue of each op from now on; None ends that."""
-        self._marks = marks
-        if marks is None:
-            self._issuer.marks = None
-            return
-        self._completion.marks = FallbackMarks(marks)
-        self.learn_spans(marks)
-        self._issuer.marks = self._completion.marks
+        """Say that there will be no marks: the native recorder alone calls a tool."""
+        if marks is not None:
+            warn_once(
+                "no NVTX marks: they need the native recorder, and this job is recorded in Python; "
+                "rankcall doctor says why, and what to do"
+            )
 
     def learn_spans(self, marks: Marks) -> None:
-        """Ask again which members of which groups are on other hosts."""
-        for group in self._groups.announced():
-            if self._completion.marks is not None:
-                self._completion.marks.learn(marks, group)
+        """Do nothing: see ``mark``."""
 
     def look(self, thread: int) -> Look:
         """Know nothing: see ``Capture.look``.

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from rankcall.capture.device_status import NO_NUMBER, DeviceOp
 from rankcall.capture.fallback.numbering import GroupState
 from rankcall.capture.fallback.schema import Op
-from rankcall.capture.marks import FallbackMarks
 from rankcall.record import FLAG_ABANDONED, FLAG_ANY_SOURCE, FLAG_DEVICE, NO_RANK, STATUSES
 from rankcall.ring.writer import PythonRing
 
@@ -255,7 +254,6 @@ class Completion:
         # By record, until they are done. They hold no tensor: each is only an op's result.
         self._results: dict[int, Any] = {}
         self._open_device_ops: set[int] = set()  # as many as the status keeps
-        self.marks: FallbackMarks | None = None  # kept when they are off: open ranges still end
 
     def arrange(self, op: Op, issued: Issued, result: Any) -> Any:
         """Have the end of an op recorded, and return the op's result for its caller."""
@@ -397,12 +395,10 @@ class Completion:
         if os.getpid() != self._pid:
             return
         try:
-            if self.marks is not None:
-                self.marks.ended(record)
             self._ring.finish(record, status, ended_ns, **fields)
             if self._waker.wanted:
                 self._waker.wake(1)
-        except Exception:  # a ring that is closed, or a tool's failure: the user's op goes on
+        except Exception:  # for example, a ring that is closed: the user's op goes on
             pass
 
 

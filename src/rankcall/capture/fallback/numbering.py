@@ -80,11 +80,6 @@ class Groups:
         self._states.pop(group.name, None)
         return number
 
-    def announced(self) -> list[Group]:
-        """Return the groups that were announced, of those of one name the last."""
-        met = [state.group for state in list(self._states.values())]
-        return met + [group for group, _ in list(self._announced.values())]
-
     def state_of(self, group: dist.ProcessGroup) -> GroupState:
         """Return the state of a group that an op is issued on."""
         try:
