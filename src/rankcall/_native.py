@@ -273,7 +273,7 @@ class NativeModule:
         for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
             if name and shutil.which(name):
                 return name
-        raise self.error("there is no C++ compiler (tried $CXX, c++, g++, clang++)")
+        raise self.error("there is no C++ compiler (tried $CXX, c++, g++, clang++); install one")
 
     def _compile(self, target: Path) -> None:
         compiler = self._compiler()

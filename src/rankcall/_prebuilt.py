@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sysconfig
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,16 +73,17 @@ def entry(file: str, module: str, sources: str, soabi: str, torch: TorchBuild) -
 
 def find(module: str, sources: str, torch: TorchBuild) -> Fit:
     """Return the library of a module that fits a build of torch. Raises nothing."""
+    soabi = sysconfig.get_config_var("SOABI")
     try:
         entries = json.loads((FOLDER / INDEX).read_text())
         ours = {
             TorchBuild(library["version"], library["commit"], library["cxx11_abi"]): FOLDER
             / library["file"]
             for library in entries
-            if (library["module"], library["sources"], library["soabi"])
-            == (module, sources, sysconfig.get_config_var("SOABI"))
+            if (library["module"], library["sources"], library["soabi"]) == (module, sources, soabi)
             and (FOLDER / library["file"]).is_file()
         }
+        pythons = {str(library["soabi"]) for library in entries}
     except FileNotFoundError:
         return Fit(None, "this installation carries no compiled libraries")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -91,5 +93,27 @@ def find(module: str, sources: str, torch: TorchBuild) -> Fit:
     for build, path in sorted(ours.items(), key=lambda item: item[0].version, reverse=True):
         if torch.minor and (build.minor, build.cxx11_abi) == (torch.minor, torch.cxx11_abi):
             return Fit(path, f"it was compiled for torch {build.version}", needs_trial=True)
-    made_for = ", ".join(sorted(build.version for build in ours)) or "no torch with this Python"
-    return Fit(None, f"the wheel's libraries are for torch {made_for}; this is {torch.version}")
+    return Fit(None, _why_none(torch, ours, pythons, str(soabi)))
+
+
+def _why_none(
+    torch: TorchBuild, builds: Collection[TorchBuild], pythons: set[str], soabi: str
+) -> str:
+    """Say why none of a wheel's libraries may be tried.
+
+    Args:
+        torch: The torch that is here.
+        builds: Those that there are libraries for, of this Python and these sources.
+        pythons: The Pythons that there are libraries for, whatever the sources.
+        soabi: This Python, by the same names; they tell musl (Alpine) from glibc, too.
+    """
+    if pythons and soabi not in pythons:
+        return f"the wheel's libraries are for {', '.join(sorted(pythons))}; this Python is {soabi}"
+    if not builds:
+        return "the wheel's libraries are of another rankcall, or some are missing"
+    other_abi = (torch.minor, not torch.cxx11_abi)
+    if any((build.minor, build.cxx11_abi) == other_abi for build in builds):
+        return f"torch {torch.version} has another C++ ABI here than the wheel's libraries"
+    versions = {build.version for build in builds}
+    this = f"another build of {torch.version}" if torch.version in versions else torch.version
+    return f"the wheel's libraries are for torch {', '.join(sorted(versions))}; this is {this}"

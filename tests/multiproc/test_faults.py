@@ -279,7 +279,7 @@ def test_native_by_name_without_a_compiler(tmp_path: Path) -> None:
     env = _without_compiler(tmp_path, RANKCALL_CAPTURE="native")
     ((kind, text),) = run_ranks(_refused, 1, str(tmp_path / "run"), env=env)
     assert kind == "CaptureUnavailableError"
-    assert text.startswith("there is no C++ compiler (tried $CXX, c++, g++, clang++); ")
+    assert text.startswith("there is no C++ compiler (tried $CXX, c++, g++, clang++); install")
     assert text.endswith("compiled libraries")  # why none of a wheel is taken
     left = _leftovers(tmp_path / "run")
     shutil.rmtree(live_dir(tmp_path / "run"), ignore_errors=True)

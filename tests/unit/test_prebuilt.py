@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -110,8 +112,35 @@ def test_other_sources_or_another_python(wheel: Path) -> None:
     assert find("x", "s", HERE).path is None
     carry(wheel, HERE, soabi="cpython-27")
     assert find("x", "s", HERE).path is None
+    assert "libraries are for cpython-27; this Python is" in find("x", "s", HERE).why
     (wheel / INDEX).unlink()
     assert "no compiled libraries" in find("x", "s", HERE).why
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (
+            replace(HERE, version="2.12.1"),
+            "the wheel's libraries are for torch 2.12.1; this is 2.13.1",
+        ),
+        (
+            replace(HERE, cxx11_abi=False),
+            "torch 2.13.1 has another C++ ABI here than the wheel's libraries",
+        ),
+    ],
+)
+def test_the_reason_names_what_differs(wheel: Path, build: TorchBuild, why: str) -> None:
+    """If the version is the same, the message does not say that the versions differ."""
+    carry(wheel, build)
+    assert find("x", "s", HERE).why == why
+
+
+def test_another_build_of_the_same_version(wheel: Path) -> None:
+    """Two nightlies can have one name; the message does not say that a torch is not itself."""
+    nightly = replace(HERE, version="2.13.1a0")
+    carry(wheel, replace(nightly, commit="another"))
+    assert find("x", "s", nightly).why.endswith("torch 2.13.1a0; this is another build of 2.13.1a0")
 
 
 @pytest.fixture
@@ -181,8 +210,38 @@ def test_neither_fits_nor_compiles(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(CaptureUnavailableError) as caught:
         module.load()
-    assert "there is no C++ compiler" in str(caught.value)
-    assert "the wheel's libraries are for torch 2.12.0; this is 2.13.1" in str(caught.value)
+    assert str(caught.value) == (
+        "there is no C++ compiler (tried $CXX, c++, g++, clang++); install one; "
+        "the wheel's libraries are for torch 2.12.0; this is 2.13.1"
+    )
+
+
+def test_on_musl(wheel: Path, module: NativeModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library for glibc is not even loaded; the error says that this Python is for musl."""
+    musl = SOABI.replace("linux-gnu", "linux-musl")
+    put(wheel, module, "crashes", version=HERE.version)
+    monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": musl}.get)
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(CaptureUnavailableError) as caught:
+        module.load()
+    assert str(caught.value) == (
+        "there is no C++ compiler (tried $CXX, c++, g++, clang++); install one; "
+        f"the wheel's libraries are for {SOABI}; this Python is {musl}"
+    )
+
+
+def test_a_library_for_musl(wheel: Path, module: NativeModule, tmp_path: Path) -> None:
+    """One that only its content tells from ours is refused, and the error names it."""
+    if not shutil.which("musl-gcc"):
+        pytest.skip("there is no musl-gcc")
+    library = put(wheel, module, "", version=HERE.version)
+    source = tmp_path / "library.c"
+    source.write_text('#include <stdio.h>\nint PyInit_x(void) { return puts("called"); }\n')
+    command = ["musl-gcc", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
+    with pytest.raises(CaptureUnavailableError, match=rf"{library} cannot be loaded: .*libc"):
+        module.load_from(module.choose().path)
 
 
 def test_the_release_is_not_tried(wheel: Path, module: NativeModule, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ still write their ends into its ring. A forked child starts without a recording.
 from __future__ import annotations
 
 import os
+import sysconfig
 import threading
 from pathlib import Path
 
@@ -130,9 +131,10 @@ def check_torch() -> None:
     try:
         import torch
     except ImportError as error:
-        raise TorchMissingError(
-            "recording needs torch: pip install 'rankcall[torch]', or torch>=2.11 of your own"
-        ) from error
+        how = "pip install 'rankcall[torch]', or torch>=2.11 of your own"
+        if "musl" in str(sysconfig.get_config_var("SOABI")):
+            how = "PyTorch has no wheels for musl (Alpine): use an image with glibc, or build torch"
+        raise TorchMissingError(f"recording needs torch: {how}") from error
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         raise TorchMissingError(f"recording needs torch>=2.11; this is torch {torch.__version__}")

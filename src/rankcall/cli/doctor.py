@@ -114,8 +114,8 @@ def _recorder() -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
         return
     if os.environ.get("RANKCALL_CAPTURE") == "python":
-        text = "recording in Python, which is slower and makes no NVTX marks, as RANKCALL_CAPTURE says"
-        yield Check("recorder", WEAK, f"{text}; unset it for the native recorder")
+        text = "recording in Python, which is slower, as RANKCALL_CAPTURE says; unset it for the "
+        yield Check("recorder", WEAK, f"{text}native recorder")
         return
     from rankcall.capture.native import RECORDER
 

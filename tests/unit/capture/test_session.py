@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import rankcall
 from rankcall.capture import session
 from rankcall.capture.recording import RecordingEnd
+from rankcall.errors import TorchMissingError
 from rankcall.ring.layout import read_header
 
 
@@ -77,3 +80,25 @@ def test_a_callback_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(seen) == 1
     assert session.current() is None
     assert "at the end of the recording: ValueError: mine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("soabi", "advice"),
+    [
+        (
+            "cpython-312-x86_64-linux-gnu",
+            "pip install 'rankcall[torch]', or torch>=2.11 of your own",
+        ),
+        (
+            "cpython-312-x86_64-linux-musl",
+            "PyTorch has no wheels for musl (Alpine): use an image with glibc, or build torch",
+        ),
+    ],
+)
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, soabi: str, advice: str) -> None:
+    """The error says how to get torch; pip finds none for musl."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": soabi}.get)
+    with pytest.raises(TorchMissingError) as caught:
+        session.check_torch()
+    assert str(caught.value) == f"recording needs torch: {advice}"
