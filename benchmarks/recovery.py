@@ -8,12 +8,15 @@ job runs below three launchers, each with the same threshold for a hang:
   this timeout raises in the rank that waits. ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` gives each
   attempt a store of its own: with torch's default, the new workers may meet the addresses of the
   old ones (``docs/design/recovery.md``).
-* NVRx's ``ft_launcher``, if ``--ft-launcher`` names it, with its heartbeat timeout at T. Its
-  verdict is taken to come T after the fault, because it says nothing of the moment.
+* NVRx's ``ft_launcher``, if it is installed (``make setup-integrations``) or named by an option,
+  with its heartbeat timeout at T. Its verdict is taken to come T after the fault, because it
+  says nothing of the moment.
 
 ``verdict_to_step_ratio``: the time from the verdict to the first step of the new attempt, ours over
 the best of the others. ``verdict_to_step_beyond_start_s``: ours, less what the same script takes
-from the start of its processes to its first step when nothing has failed.
+from the start of its processes to its first step when nothing has failed. The part of the time
+from the verdict to the moment at which the first new process runs the script is printed as well
+(``*_verdict_to_script_s``), and for ours the phases that ``rankcall report`` shows.
 
 ``--campaign SECONDS`` runs random faults against some jobs instead (``recovery_campaign.py``), and
 prints ``faults`` and ``violations``.
@@ -30,11 +33,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
+NVRX = Path(sys.prefix) / "nvrx"  # see the Makefile
 FAULT_STEP = 20
 JOB = """
 import json, os, signal, sys, time
@@ -81,11 +86,33 @@ dist.destroy_process_group()
 """
 
 
-def run_job(command: Sequence[str], folder: Path, timeout_s: float, *more: str) -> list[Any]:
+@dataclass(frozen=True)
+class Restart:
+    """What followed a verdict, in s: until the script ran again, and until its first step."""
+
+    to_script_s: float
+    to_step_s: float
+    own_start_s: float
+    phases_s: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def restart_after(verdict_s: float, events: Sequence[Any], **phases_s: float | None) -> Restart:
+    """Return how a job was restarted after a verdict at a time in s since the epoch."""
+    return Restart(
+        first(events, "start", 1) - verdict_s,
+        first(events, "step", 1) - verdict_s,
+        first(events, "step", 0) - first(events, "start", 0),
+        phases_s,
+    )
+
+
+def run_job(
+    command: Sequence[str], folder: Path, timeout_s: float, *more: str, **variables: str
+) -> list[Any]:
     """Run the job below a launcher, and return its events."""
     script = folder / "job.py"
     script.write_text(JOB.replace("FAULT_STEP", str(FAULT_STEP)))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / "output").open("wb") as output:
         subprocess.run(
@@ -113,13 +140,9 @@ def first(events: Sequence[Any], name: str, attempt: int) -> float:
     )
 
 
-def own_start_s(events: Sequence[Any]) -> float:
-    """Return how long the first attempt took from its start to its first step."""
-    return first(events, "step", 0) - first(events, "start", 0)
-
-
-def ours(hang_after: float) -> tuple[float, float]:
-    """Return the time from the verdict to the next step, and the script's own start, in s."""
+def ours(hang_after: float) -> Restart:
+    """Return how the job is restarted below ``rankcall run``."""
+    from rankcall.analysis.recoveries import PHASES, FirstMoments
     from rankcall.run.recoveries import read_recoveries
 
     with tempfile.TemporaryDirectory() as name:
@@ -127,28 +150,32 @@ def ours(hang_after: float) -> tuple[float, float]:
         command = [str(BIN / "rankcall"), "run", "--on-hang", "recover", "--run-dir", "run"]
         command += ["--hang-after", f"{hang_after:g}", "--nproc-per-node", "2"]
         events = run_job(command, folder, 0.0)
-        (agent,) = read_recoveries(folder / "run")
-        return first(events, "step", 1) - agent.ends[0].verdict_ns / 1e9, own_start_s(events)
+        (recovery,) = FirstMoments(read_recoveries(folder / "run")).finish().recoveries
+        phases_s = dict(zip(PHASES, recovery.phases_s, strict=True))
+        return restart_after(recovery.end.verdict_ns / 1e9, events, **phases_s)
 
 
-def torchruns(hang_after: float) -> float:
-    """Return the same time below torchrun, whose verdict is the timeout of the process group."""
+def torchruns(hang_after: float) -> Restart:
+    """Return the same below torchrun, whose verdict is the timeout of the process group."""
     with tempfile.TemporaryDirectory() as name:
         command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "3"]
         events = run_job(command, Path(name), hang_after)
-        return first(events, "step", 1) - first(events, "verdict", 0)
+        return restart_after(first(events, "verdict", 0), events)
 
 
-def ft_launchers(program: Path, hang_after: float) -> float:
-    """Return the same time below NVRx's launcher, whose verdict is that heartbeats are late."""
+def ft_launchers(program: Path, hang_after: float) -> Restart:
+    """Return the same below NVRx's launcher, whose verdict is that heartbeats are late."""
     with tempfile.TemporaryDirectory() as name:
         command = [str(program), "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
         command += ["--ft-param-initial_rank_heartbeat_timeout=300"]
         command += [f"--ft-param-rank_heartbeat_timeout={hang_after:g}"]
         command += ["--ft-param-workload_check_interval=0.5"]
-        events = run_job(command, Path(name), 0.0, "heartbeats")
-        return first(events, "step", 1) - first(events, "fault", 0) - hang_after
+        # It is in a folder that no other program looks into.
+        paths = str(program.parents[1]), os.environ.get("PYTHONPATH", "")
+        path = os.pathsep.join(filter(None, paths))
+        events = run_job(command, Path(name), 0.0, "heartbeats", PYTHONPATH=path)
+        return restart_after(first(events, "fault", 0) + hang_after, events)
 
 
 def main() -> None:
@@ -156,7 +183,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hang-after", type=float, default=5.0, help="seconds")
-    parser.add_argument("--ft-launcher", type=Path, help="NVRx's program, in any environment")
+    installed = NVRX / "bin/ft_launcher"
+    parser.add_argument(
+        "--ft-launcher",
+        type=Path,
+        default=installed if installed.exists() else None,
+        help="NVRx's program, in any environment",
+    )
     parser.add_argument("--campaign", type=float, metavar="SECONDS", help="strike at random")
     parser.add_argument("--jobs", type=int, default=3, help="of the campaign, at the same time")
     parser.add_argument("--kinds", default="", help="of the campaign's faults; default: all")
@@ -172,23 +205,40 @@ def main() -> None:
         )
         print(json.dumps(figures))
         raise SystemExit(figures["violations"] > 0)
-    times: dict[str, list[float]] = {"rankcall": [], "torchrun": [], "ft_launcher": []}
-    starts = []
+    restarts: dict[str, list[Restart]] = {"rankcall": [], "torchrun": [], "ft_launcher": []}
     for _ in range(options.rounds):
-        seconds, start = ours(options.hang_after)
-        times["rankcall"].append(seconds)
-        starts.append(start)
-        times["torchrun"].append(torchruns(options.hang_after))
+        restarts["rankcall"].append(ours(options.hang_after))
+        restarts["torchrun"].append(torchruns(options.hang_after))
         if options.ft_launcher:
-            times["ft_launcher"].append(ft_launchers(options.ft_launcher, options.hang_after))
-    medians = {name: statistics.median(values) for name, values in times.items() if values}
-    mine = medians.pop("rankcall")
+            program = options.ft_launcher.absolute()
+            restarts["ft_launcher"].append(ft_launchers(program, options.hang_after))
+    to_step_s = {
+        name: statistics.median(one.to_step_s for one in some)
+        for name, some in restarts.items()
+        if some
+    }
+    mine, start_s = (
+        to_step_s["rankcall"],
+        statistics.median(one.own_start_s for one in restarts["rankcall"]),
+    )
     figures = {
-        "verdict_to_step_s": round(mine, 3),
-        **{f"{name}_verdict_to_step_s": round(value, 3) for name, value in medians.items()},
-        "own_start_s": round(statistics.median(starts), 3),
-        "verdict_to_step_ratio": round(mine / min(medians.values()), 3),
-        "verdict_to_step_beyond_start_s": round(mine - statistics.median(starts), 3),
+        **{f"{name}_verdict_to_step_s": round(value, 3) for name, value in to_step_s.items()},
+        **{
+            f"{name}_verdict_to_script_s": round(
+                statistics.median(one.to_script_s for one in some), 3
+            )
+            for name, some in restarts.items()
+            if some
+        },
+        "own_start_s": round(start_s, 3),
+        "verdict_to_step_ratio": round(
+            mine / min(value for name, value in to_step_s.items() if name != "rankcall"), 3
+        ),
+        "verdict_to_step_beyond_start_s": round(mine - start_s, 3),
+        "phases_s": [
+            {name: seconds and round(seconds, 3) for name, seconds in one.phases_s.items()}
+            for one in restarts["rankcall"]
+        ],
         "rounds": options.rounds,
         "hang_after_s": options.hang_after,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

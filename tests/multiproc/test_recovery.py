@@ -18,6 +18,7 @@ from world import wait_until
 from rankcall.job.notices import NOTIFY
 from rankcall.run.bars import read_bars
 from rankcall.run.exits import read_exits
+from rankcall.run.load import load
 from rankcall.run.recoveries import AttemptEnd, read_recoveries
 
 pytestmark = pytest.mark.multiproc
@@ -95,6 +96,10 @@ for step in range(8):
         while rank == 1 and time.monotonic() < ends:
             sum(range(10_000))
         store.set("evaluated", "1") if rank == 1 else store.get("evaluated")
+    if step == 7 and not first and how == "stop":  # the watcher notes that the job is at work again
+        ends, (noted,) = time.monotonic() + 120, glob.glob("run/recoveries/*.jsonl")
+        while '"step_ns": 1' not in open(noted).read() and time.monotonic() < ends:
+            time.sleep(0.05)
     if step == 5 and first and how == "deadlock":
         dist.recv(torch.ones(1), 1 - rank)
     dist.all_reduce(torch.ones(2))
@@ -117,6 +122,19 @@ def job(folder: Path, how: str, *options: str | Path) -> Ended:
 def ends(folder: Path) -> list[AttemptEnd]:
     """Return how the attempts ended that failed."""
     return [end for agent in read_recoveries(folder / "run") for end in agent.ends]
+
+
+def assert_noted_as_in_the_rings(run_dir: Path) -> None:
+    """Rank 0 has noted when it was at work again: at the moments that stand in its ring."""
+    (agent,) = read_recoveries(run_dir)
+    noted = agent.resumed[-1]
+    rings = [ring for ring in load(run_dir).iter_rings() if ring.header.rank == 0]
+    ring = max(rings, key=lambda ring: ring.header.anchor_epoch_ns)
+    calls = ring.records["enqueued_ns"].astype(int) + (
+        ring.header.anchor_epoch_ns - ring.header.anchor_mono_ns
+    )
+    after_step = calls[ring.records["step"] > 0]
+    assert (noted.restart, noted.call_ns, noted.step_ns) == (1, calls[0], after_step[0])
 
 
 def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +161,7 @@ def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (1, -9, True) in {
         (note.rank, note.code, note.by_launcher) for note in read_exits(tmp_path / "run")
     }
+    assert_noted_as_in_the_rings(tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -155,6 +155,8 @@ testing/injection.py: sleep: math.isinf(fault.seconds)
     a planned fault: the test asked for a hang
 testing/injection.py: wait: work.wait
     the faulty op would have waited for it, too
+recovery/rendezvous.py: store: self.store().compare_set
+    as the next one: torch makes its own requests to that store a moment later
 recovery/rendezvous.py: store: self.store().add | self.store().set | store.check | store.get
     in torchrun's agent between two attempts, on torch's store of the rendezvous, whose requests
     torch gives 60 s (read_timeout); torch makes its own there a moment later

@@ -1,29 +1,23 @@
 """Where the time of each recovery went, and how much of a job's time brought it forward.
 
-The agent of torchrun notes when an attempt failed and when the next one was started. The rings of
-the next attempt tell the rest: its first call, and the first call after an optimizer step.
+torchrun's agents note when an attempt failed and when the next one was started, and a rank of each
+node when it was at work again. The rings tell the latter, too, as long as they have their first
+records.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from rankcall.analysis.attempts import Attempts, attempts_of
+from rankcall.analysis.attempts import Attempts, Noted, merged, on_one_line
 from rankcall.ring.reader import Ring
-from rankcall.run.recoveries import (
-    AttemptEnd,
-    AttemptStart,
-    NodeChecked,
-    Recoveries,
-    newest_checks,
-)
+from rankcall.run.recoveries import AttemptEnd, NodeChecked, Recoveries, newest_checks
 
 # In order. Each lasts from the moment before it until its own.
 PHASES = (
@@ -62,30 +56,36 @@ class Recovery:
 class Carried:
     """The recoveries of a job, oldest first. ``elapsed_s`` goes from its first start to its end.
 
+    ``breaks`` are the times between two attempts: the recoveries, and those after which a launcher
+    was started again. None stands for one of which no node noted how the attempt before it ended.
     ``checked`` is how each of its nodes was when it was checked last.
     """
 
-    recoveries: Sequence[Recovery] = ()
+    breaks: Sequence[Recovery | None] = ()
     elapsed_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
     checked: Sequence[NodeChecked] = ()
 
     @property
-    def down_s(self) -> float | None:
-        """The time of all recoveries together, if all of it is known."""
-        times = [recovery.down_s for recovery in self.recoveries]
-        return None if None in times else sum(time for time in times if time is not None)
+    def recoveries(self) -> Sequence[Recovery]:
+        """The restarts without a human, each once, whichever nodes noted it."""
+        return [
+            after for after in self.breaks if after is not None and after.end.decision != "stop"
+        ]
 
     @property
     def goodput(self) -> float | None:
         """The share of the job's time that brought it forward; None if that is not known.
 
-        The time of the recoveries did not, nor that of the steps since the last checkpoint.
+        The time between attempts did not, nor that of the steps since the last checkpoint.
         """
-        down_s, lost_s = self.down_s, [recovery.lost_s for recovery in self.recoveries]
-        if not self.recoveries or down_s is None or None in lost_s or self.elapsed_s <= 0:
+        if not self.recoveries or self.elapsed_s <= 0:
             return None
-        wasted_s = down_s + sum(seconds for seconds in lost_s if seconds is not None)
+        wasted_s = 0.0
+        for after in self.breaks:
+            if after is None or after.down_s is None or after.lost_s is None:
+                return None
+            wasted_s += after.down_s + after.lost_s
         return max(0.0, 1.0 - wasted_s / self.elapsed_s)
 
 
@@ -107,8 +107,8 @@ class FirstMoments:
     """
 
     def __init__(self, agents: Sequence[Recoveries] = ()) -> None:
-        self._agents = agents
-        lost = {end.lost for agent in agents for end in agent.ends if end.lost > 0}
+        self._noted, self._checked = merged(agents), newest_checks(agents)
+        lost = {noted.end.lost for noted in self._noted if noted.end and noted.end.lost > 0}
         self._lost = sorted(lost)[:_MOST_LOST]
         self._began: list[_Began] = []
         self._last_ns = 0
@@ -121,65 +121,73 @@ class FirstMoments:
             return
         shift = header.anchor_epoch_ns - header.anchor_mono_ns
         calls = records["enqueued_ns"].astype(np.int64) + shift
-        step_ns = _first_after(calls, records["step"], [1]).get(1, 0)
-        caught_up_ns = _first_after(calls, records["step"], self._lost)
+        step_ns = first_after(calls, records["step"], [1]).get(1, 0)
+        caught_up_ns = first_after(calls, records["step"], self._lost)
         self._began.append(_Began(header.anchor_epoch_ns, int(calls.min()), step_ns, caught_up_ns))
 
-    def finish(self, run_dir: Path) -> Carried:
-        """Return the recoveries that the run's agents noted, with their phases.
-
-        Each node's agent notes the failures that it saw. If several did, the one with the most
-        counts: agents that only followed note fewer.
-        """
-        agents = self._agents
-        if not agents:
-            return Carried()
-        # A launcher without an agent of ours notes how its job ended, and no start.
-        agent = max(agents, key=lambda agent: (bool(agent.starts), len(agent.ends)))
-        starts = sorted(agent.starts, key=lambda start: start.epoch_ns)
-        recoveries = [
-            Recovery(end, self._phases(end, starts), _lost_s(end, starts))
-            for end in agent.ends
-            if end.decision != "stop"
+    def finish(self) -> Carried:
+        """Return the recoveries that the run's agents noted, with their phases."""
+        noted = self._noted
+        breaks = [
+            self._break(noted[number : number + 3])
+            for number, attempt in enumerate(noted)
+            if number + 1 < len(noted) or (attempt.end and attempt.end.decision != "stop")
         ]
-        first_ns = starts[0].epoch_ns if starts else 0
-        elapsed_s = max(0, self._last_ns - first_ns) / 1e9 if first_ns else 0.0
-        attempts = attempts_of(run_dir, self._last_ns)
-        return Carried(recoveries, elapsed_s, attempts, newest_checks(agents))
+        attempts = on_one_line(noted, self._last_ns)
+        began_ns = attempts.began_ns
+        elapsed_s = max(0, self._last_ns - began_ns) / 1e9 if began_ns else 0.0
+        return Carried(breaks, elapsed_s, attempts, self._checked)
 
-    def _phases(self, end: AttemptEnd, starts: Sequence[AttemptStart]) -> tuple[float | None, ...]:
-        later = [start for start in starts if start.epoch_ns >= end.stopped_ns]
-        start_ns = later[0].epoch_ns if later else 0
-        until_ns = later[1].epoch_ns if len(later) > 1 else math.inf
+    def _break(self, attempts: Sequence[Noted]) -> Recovery | None:
+        """Return what came after the first of these attempts; the others are those after it."""
+        before, after = attempts[0], attempts[1] if len(attempts) > 1 else None
+        end = before.end
+        if end is None:
+            return None
+        until_ns = attempts[2].began_ns if len(attempts) > 2 else math.inf
+        return Recovery(end, self._phases(end, after, until_ns), _lost_s(before, end))
+
+    def _phases(
+        self, end: AttemptEnd, after: Noted | None, until_ns: float
+    ) -> tuple[float | None, ...]:
+        start_ns = after.began_ns if after is not None else 0
         began = [
-            moments
-            for moments in self._began
-            if later and start_ns <= moments.recording_ns < until_ns
+            moments for moments in self._began if 0 < start_ns <= moments.recording_ns < until_ns
         ]
-        first_call_ns = min((moments.call_ns for moments in began), default=0)
-        steps = [moments.step_ns for moments in began if moments.step_ns]
+        calls = [moments.call_ns for moments in began]
+        steps = [moments.step_ns for moments in began]
         caught_up = [moments.caught_up_ns.get(end.lost, 0) for moments in began]
-        verdict_ns = end.verdict_ns or end.ended_ns  # a crash needs no verdict
+        if after is not None and after.resumed is not None:
+            calls.append(after.resumed.call_ns)
+            steps.append(after.resumed.step_ns)
+            caught_up.append(after.resumed.caught_up_ns)
         moments = (
             end.fault_ns,
-            verdict_ns,
+            end.verdict_ns or end.ended_ns,  # a crash needs no verdict
             end.ended_ns,
-            end.stopped_ns,
+            end.stopped_ns if not start_ns else min(end.stopped_ns, start_ns),
             start_ns,
-            first_call_ns,
-            min(steps, default=0),
-            min(steps if end.lost == 0 else filter(None, caught_up), default=0),
+            _first(calls),
+            _first(steps),
+            _first(steps if end.lost == 0 else caught_up),
         )
+        # Nodes note moments by their own clocks, and may still end workers while others start some:
+        # none comes before the one before it, so that phases add up to the time from the fault on.
+        in_order = zip(moments, accumulate(moments, max), strict=True)
         return tuple(
-            max(0, after - before) / 1e9 if before and after else None
-            for before, after in pairwise(moments)
+            (after - before) / 1e9 if before and after else None
+            for before, after in pairwise(latest if moment else 0 for moment, latest in in_order)
         )
 
 
-def _first_after(calls: Any, steps: Any, wanted: Sequence[int]) -> dict[int, int]:
+def _first(moments: Sequence[int]) -> int:
+    return min(filter(None, moments), default=0)
+
+
+def first_after(calls: Any, steps: Any, wanted: Collection[int]) -> dict[int, int]:
     """Return when the first call after so many steps was issued; of those that were taken."""
     reached = np.maximum.accumulate(steps)
-    places = np.searchsorted(reached, wanted)
+    places = np.searchsorted(reached, list(wanted))
     return {
         count: int(calls[place])
         for count, place in zip(wanted, places.tolist(), strict=True)
@@ -188,30 +196,17 @@ def _first_after(calls: Any, steps: Any, wanted: Sequence[int]) -> dict[int, int
 
 
 def agent_phases(agent: Recoveries) -> dict[str, float]:
-    """Return the seconds that the recoveries of one agent took so far, by phase.
-
-    These are the phases that the agent notes itself. What follows the start of the processes is in
-    the rings of the ranks.
-    """
-    spent = dict.fromkeys(PHASES[:4], 0.0)
-    for end in agent.ends:
-        later = [start.epoch_ns for start in agent.starts if start.epoch_ns >= end.stopped_ns]
-        moments = (
-            *(end.fault_ns, end.verdict_ns or end.ended_ns, end.ended_ns, end.stopped_ns),
-            min(later, default=0),
-        )
-        for phase, (before, after) in zip(PHASES, pairwise(moments), strict=False):
-            if before and after:
-                spent[phase] += max(0, after - before) / 1e9
+    """Return the seconds that the recoveries of one agent took so far, by phase."""
+    spent = dict.fromkeys(PHASES, 0.0)
+    for recovery in FirstMoments([agent]).finish().recoveries:
+        for phase, seconds in zip(PHASES, recovery.phases_s, strict=True):
+            spent[phase] += seconds or 0.0
     return spent
 
 
-def _lost_s(end: AttemptEnd, starts: Sequence[AttemptStart]) -> float | None:
+def _lost_s(attempt: Noted, end: AttemptEnd) -> float | None:
     """Return the share of the attempt's time that its lost steps took; None if it is not known."""
-    began_ns = max(
-        (start.epoch_ns for start in starts if start.epoch_ns <= end.fault_ns), default=0
-    )
-    if end.lost < 0 or not began_ns:
+    if end.lost < 0 or not attempt.began_ns:
         return None
     share = min(1.0, end.lost / end.steps) if end.steps else 0.0
-    return share * (end.fault_ns - began_ns) / 1e9
+    return share * max(0, end.fault_ns - attempt.began_ns) / 1e9

@@ -269,7 +269,7 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         steps=by_step(run_tables.shares),
         joins=run.joins,
         problems=list(run.problems),
-        carried=run_tables.first_moments.finish(run.path),
+        carried=run_tables.first_moments.finish(),
     )
 
 

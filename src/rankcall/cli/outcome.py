@@ -94,21 +94,12 @@ def keep_outcome(run_dir: Path, status: int, began_ns: int, *, was_asked: bool =
         run, history = None, None
     failure = None
     if history is not None:
-        last = history.case.failure
         hosts = {
             head.header.host
             for head in (run.heads if run else ())
-            if head.header.rank in history.culprits
+            if head.header.rank in history.end.culprits
         }
-        failure = JobFailure.of(
-            last.signature,
-            last.family,
-            history.culprits,
-            hosts,
-            last.step,
-            history.lost,
-            history.summary,
-        )
+        failure = JobFailure.of(history.end, hosts)
     outcome, helps, reason = _meaning(status, history, was_asked=was_asked)
     failures = 0 if history is None else len(history.case.earlier) + 1
     ended = JobOutcome(

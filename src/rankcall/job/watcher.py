@@ -25,6 +25,7 @@ from rankcall.job.endless import CallNumbers, EndlessCalls
 from rankcall.job.judge import Judge, store_port
 from rankcall.job.news import leaves_open
 from rankcall.job.node import Node
+from rankcall.job.resumption import Resumption
 from rankcall.job.sealing import ADVICE
 from rankcall.job.standstill import Standstill
 from rankcall.record import FLAG_ABANDONED
@@ -64,6 +65,7 @@ class Watcher:
         self._calls = CallNumbers(LiveTables(recording.ring, recording.geometry))
         self._endless = EndlessCalls()
         self._standstill = Standstill(recording.ring, store_port)
+        self._resumption = Resumption(self._records)
         self._last_head = 0  # of this rank's records, at the last turn
         self._is_early = False  # the newest verdict of this rank needed no patience
         self._node = Node(recording)
@@ -135,6 +137,7 @@ class Watcher:
             self._end_itself()
         if rank not in headers or not self._node.leads(headers, rank):
             return
+        self._resumption.look(headers[rank])
         now = time.monotonic()
         self._note_issued(headers, now)
         overdue_ns = min((h.overdue_ns for h in headers.values() if h.overdue_ns), default=0)

@@ -14,12 +14,12 @@ from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
 from rankcall.problems import Problem
-from rankcall.recovery.policy import UNCLEAR, family_of, is_of_peer
+from rankcall.recovery.policy import UNCLEAR, Failure, family_of, is_of_peer
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.exits import read_exits
 from rankcall.run.load import Run, load
 from rankcall.run.paths import ring_paths
-from rankcall.run.recoveries import Signature
+from rankcall.run.recoveries import AttemptEnd, Signature
 
 # What differs between two failures of one kind: addresses, ports, sizes, times, file descriptors.
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -66,6 +66,44 @@ class Cause:
     ended_ns: int
     verdict: str
     is_own: bool = True  # False: the error says that a connection to another rank broke
+
+    def reached(self, saved: int, earlier: Sequence[Failure]) -> tuple[int, bool]:
+        """Return the step that the job has reached, and whether none of the failures was so late.
+
+        Each process counts its own steps. The step of the job is known once a program has said
+        which one it saved: an attempt goes on from the newest checkpoint.
+
+        Args:
+            saved: The step from which this attempt went on; -1 if it is not known.
+            earlier: The failures before this one.
+        """
+        if self.saved < 0 and saved < 0:
+            return self.steps, self.steps > 0
+        step = self.saved + self.since_saved if self.saved >= 0 else saved + self.steps
+        return step, step > max((failure.step for failure in earlier), default=0)
+
+    def as_end(self, restart: int, step: int, *, lost: int, progressed: bool) -> AttemptEnd:
+        """Return what is noted of it, but for what only the agent knows: its decision."""
+        return AttemptEnd(
+            restart,
+            self.signature,
+            self.family,
+            self.culprits,
+            self.summary,
+            step=step,
+            steps=self.steps,
+            lost=lost,
+            progressed=progressed,
+            fault_ns=max(0, self.fault_ns),
+            verdict_ns=self.verdict_ns,
+            ended_ns=self.ended_ns,
+            verdict=self.verdict,
+        )
+
+
+def failure_of(end: AttemptEnd, seconds: float, *, by_window: bool) -> Failure:
+    """Return a failure that was noted as the policy sees it (``Failure`` has the arguments)."""
+    return Failure(end.signature, end.family, end.step, end.progressed, seconds, by_window)
 
 
 def cause_of(run_dir: Path, attempt: Attempt) -> Cause:

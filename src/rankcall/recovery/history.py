@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankcall.process import host_name
-from rankcall.recovery.failures import Cause, cause_in
+from rankcall.recovery.failures import cause_in, failure_of
 from rankcall.recovery.policy import POLICY, Case, Failure
 from rankcall.run.load import Run
 from rankcall.run.recoveries import (
@@ -48,20 +48,16 @@ def decided(agents: Sequence[Recoveries]) -> Sequence[AttemptEnd]:
 
 @dataclass(frozen=True)
 class History:
-    """The last failure of a run, with those before it, and what is known of it beside.
+    """The last failure of a run, with those before it.
 
     Attributes:
         case: What the policy decides about. The limits are the defaults: a run keeps no others.
-        culprits: The ranks at fault; none if no rank is named.
-        summary: The verdict in a sentence.
-        lost: The steps since the last checkpoint; -1 if the program has told of none.
-        is_supervised: Whether torchrun's agent has noted the failure.
+        end: The last failure as it was noted, or is to be noted.
+        is_supervised: Whether torchrun's agent has noted it.
     """
 
     case: Case
-    culprits: tuple[int, ...]
-    summary: str
-    lost: int
+    end: AttemptEnd
     is_supervised: bool = True
 
 
@@ -70,15 +66,17 @@ def history_of(run: Run) -> History | None:
     agents = read_recoveries(run.path)
     ends = decided(agents)
     if ends:
-        failures, last = [_failure(end) for end in ends], ends[-1]
-        return History(Case(failures[-1], failures[:-1]), last.culprits, last.summary, last.lost)
+        failures = [_failure(end) for end in ends]
+        return History(Case(failures[-1], failures[:-1]), ends[-1])
     cause = cause_in(run)
     if cause is None:
         return None
-    lost = cause.since_saved if cause.saved >= 0 else -1
     earlier = [_failure(end) for end in _ends_before(run, agents)]
-    case = Case(_of_cause(cause, earlier), earlier)
-    return History(case, cause.culprits, cause.summary, lost, is_supervised=False)
+    step, progressed = cause.reached(-1, earlier)
+    lost = cause.since_saved if cause.saved >= 0 else -1
+    end = cause.as_end(0, step, lost=lost, progressed=progressed)
+    end = replace(end, noticed_ns=time.time_ns(), decision="stop", rule=ENDED)
+    return History(Case(_failure(end), earlier), end, is_supervised=False)
 
 
 def note_end(run_dir: Path, history: History) -> None:
@@ -86,22 +84,7 @@ def note_end(run_dir: Path, history: History) -> None:
 
     Raises ``OSError``.
     """
-    failure = history.case.failure
-    end = AttemptEnd(
-        0,
-        failure.signature,
-        failure.family,
-        history.culprits,
-        history.summary,
-        step=failure.step,
-        lost=history.lost,
-        progressed=failure.progressed,
-        noticed_ns=time.time_ns(),
-        decision="stop",
-        rule=ENDED,
-        reason="the job ended",
-    )
-    note(file_of(run_dir, host_name(), os.getpid()), end)
+    note(file_of(run_dir, host_name(), os.getpid()), replace(history.end, reason="the job ended"))
 
 
 def _ends_before(run: Run, agents: Sequence[Recoveries]) -> list[AttemptEnd]:
@@ -121,24 +104,4 @@ def _ends_before(run: Run, agents: Sequence[Recoveries]) -> list[AttemptEnd]:
 
 
 def _failure(end: AttemptEnd) -> Failure:
-    return Failure(
-        end.signature,
-        end.family,
-        end.step,
-        end.progressed,
-        end.noticed_ns / 1e9,
-        by_window=end.lost >= 0,
-    )
-
-
-def _of_cause(cause: Cause, earlier: Sequence[Failure]) -> Failure:
-    step = cause.steps if cause.saved < 0 else cause.saved + cause.since_saved
-    progressed = step > max((failure.step for failure in earlier), default=0)
-    return Failure(
-        cause.signature,
-        cause.family,
-        step,
-        progressed,
-        time.time(),
-        by_window=cause.saved >= 0,
-    )
+    return failure_of(end, end.noticed_ns / 1e9, by_window=end.lost >= 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,20 @@ class Rendezvous:
             if is_signal(error):
                 raise
             return []
+
+    def job(self) -> str:
+        """Return what all nodes of this job call it, and no other job; empty if they cannot agree.
+
+        The user's ``--rdzv-id`` may be that of another job, for example of one before.
+        """
+        if not self.is_dynamic:
+            return ""
+        try:
+            return bytes(self.store().compare_set("job", "", secrets.token_hex(8))).decode()
+        except Exception as error:  # what the store raises; torch tells of it in a moment
+            if is_signal(error):
+                raise
+            return ""
 
     def tell_saved(self, step: int) -> None:
         """Tell the other nodes from which step the job goes on. Raises what the store raises."""

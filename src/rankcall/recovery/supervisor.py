@@ -18,7 +18,7 @@ from rankcall.background import BackgroundCall
 from rankcall.job.notices import notify
 from rankcall.process import host_name
 from rankcall.ranks import with_noun
-from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
+from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of, failure_of
 from rankcall.recovery.health import examine
 from rankcall.recovery.leftovers import end_leftovers
 from rankcall.recovery.links import Links
@@ -41,7 +41,9 @@ from rankcall.run.outcome import BARRED, REPEATS, JobFailure
 from rankcall.run.recoveries import (
     ABSENT,
     FILE_VARIABLE,
+    FOLLOWS,
     GAVE_UP,
+    JOINED,
     SUSPECT,
     AttemptEnd,
     AttemptStart,
@@ -144,8 +146,10 @@ class Supervisor:
             restart: The number of the attempt.
             rendezvous: The rendezvous that all nodes have come to, if it has a store for agents.
         """
+        job = ""
         if rendezvous is not None and rendezvous.is_dynamic:
             self._hear_saved(rendezvous)
+            job = rendezvous.job()
         os.environ[FILE_VARIABLE] = str(self._file)
         if not self._attempt.started_ns:
             self._end_leftovers()  # of an agent on this node that was killed
@@ -156,7 +160,7 @@ class Supervisor:
         self._attempt = Attempt(
             host=host_name(), started_ns=time.time_ns(), known_verdicts=verdicts
         )
-        self._note(AttemptStart(restart, self._attempt.started_ns))
+        self._note(AttemptStart(restart, self._attempt.started_ns, job))
 
     def started(self, pids: Mapping[int, int], world_size: int) -> None:
         """Take the pids of the workers, by rank."""
@@ -204,7 +208,7 @@ class Supervisor:
         kind = "another_node"
         failure, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, kind))
         self._add(failure)
-        self._conclude(end, Decision("follows", False, "another node restarts its workers"))
+        self._conclude(end, Decision(FOLLOWS, False, "another node restarts its workers"))
 
     def joined(self) -> None:
         """Note that this node's workers were ended so that a new node can take part.
@@ -215,7 +219,7 @@ class Supervisor:
         self._attempt = replace(self._attempt, noticed_ns=time.time_ns())
         failure, end = self._look(lambda run, attempt: cause_elsewhere(run, attempt, "new_node"))
         self._has_moved_on = failure.progressed
-        self._conclude(end, Decision("joined", False, "a new node joins the job"))
+        self._conclude(end, Decision(JOINED, False, "a new node joins the job"))
 
     def admit(self, rendezvous: Rendezvous) -> None:
         """Return if this node may join the other nodes. Raises ``NodeBarred`` if not.
@@ -351,24 +355,29 @@ class Supervisor:
             logger.warning("cannot find out why the workers ended", exc_info=True)
             cause = Cause(Signature(UNKNOWN), UNCLEAR, (), "", 0, -1, 0, 0, 0, 0, "")
         self._blame(cause)
-        failure, lost = self._failure(cause)
-        return failure, AttemptEnd(
-            self._restart,
-            cause.signature,
-            cause.family,
-            cause.culprits,
-            cause.summary,
-            step=failure.step,
-            steps=cause.steps,
-            lost=lost,
-            progressed=failure.progressed,
-            fault_ns=max(0, cause.fault_ns),
-            verdict_ns=cause.verdict_ns,
-            ended_ns=cause.ended_ns,
+        return self._account(cause, stopped_ns)
+
+    def _account(self, cause: Cause, stopped_ns: int) -> tuple[Failure, AttemptEnd]:
+        """Return a cause as the policy sees it, and as it is noted, with the step of the job."""
+        if cause.saved >= 0:
+            self._saved, self._tells, self._has_told = cause.saved, True, False
+        step, progressed = cause.reached(self._saved, self._earlier)
+        since = cause.since_saved if cause.saved >= 0 else cause.steps
+        end = replace(
+            cause.as_end(
+                self._restart,
+                step,
+                # A rank of another node may have saved a later step than the attempt went on from.
+                lost=since if self._tells else -1,
+                progressed=progressed or self._has_moved_on,
+            ),
             noticed_ns=self._attempt.noticed_ns,
             stopped_ns=stopped_ns,
-            verdict=cause.verdict,
         )
+        # A rank of another node may have told of its checkpoints. This node does not know it, and
+        # must not end such a job after few recoveries in a long time.
+        by_window = self._saved >= 0 or len(self._attempt.pids) < self._attempt.world_size
+        return failure_of(end, time.monotonic(), by_window=by_window), end
 
     def _conclude(self, end: AttemptEnd, decision: Decision) -> None:
         self._note(
@@ -384,46 +393,14 @@ class Supervisor:
     def _tell(self, end: AttemptEnd, decision: Decision) -> None:
         """Tell the receiver of notices that the workers are started again, if there is one."""
         hosts = [host_name()] if set(end.culprits) & set(self._attempt.pids) else []
-        lost = JobFailure.of(
-            end.signature, end.family, end.culprits, hosts, end.step, end.lost, end.summary
-        )
         said = {
             "restarts": self._restart + 1,
             "rule": decision.rule,
             "reason": decision.reason,
             "delay_s": decision.delay_s,
-            "failure": asdict(lost),
+            "failure": asdict(JobFailure.of(end, hosts)),
         }
         notify("restart", self._run_dir, said)
-
-    def _failure(self, cause: Cause) -> tuple[Failure, int]:
-        """Return the failure, and the steps that it lost; -1 if no checkpoint is known.
-
-        Each process counts its own steps. The step of the job is known once a program has said
-        which one it saved: an attempt goes on from the newest checkpoint.
-        """
-        since = cause.steps
-        if cause.saved >= 0:
-            self._saved, since = cause.saved, cause.since_saved
-            self._tells, self._has_told = True, False
-        # A rank of another node may have saved a later step than the attempt went on from.
-        lost = since if self._tells else -1
-        if self._saved < 0:
-            step, progressed = cause.steps, cause.steps > 0
-        else:
-            step = self._saved + since
-            progressed = step > max((earlier.step for earlier in self._earlier), default=0)
-        failure = Failure(
-            cause.signature,
-            cause.family,
-            step,
-            progressed or self._has_moved_on,
-            time.monotonic(),
-            # A rank of another node may have told of its checkpoints. This node does not know it,
-            # and must not end such a job after few recoveries in a long time.
-            by_window=self._saved >= 0 or len(self._attempt.pids) < self._attempt.world_size,
-        )
-        return failure, lost
 
     def _add(self, failure: Failure) -> None:
         self._earlier.append(failure)

@@ -114,6 +114,11 @@ class RingView:
         rows, state = self._look_up(np.unique(_index(words)))
         return take_rows(rows, (state == _FOUND) & (rows["commit"] & 3 != COMMIT_DONE))
 
+    def all_until(self, head: int) -> Rows:
+        """Return a copy of each record before number ``head`` that is still there, in order."""
+        rows, state = self._look_up(np.arange(max(0, head - self._capacity), head))
+        return take_rows(rows, state == _FOUND)
+
     def _look_up(self, index: Indexes) -> tuple[Rows, Indexes]:
         """Copy records by index; return them, and whether each was found, lost or not written."""
         rows = np.empty(len(index), RECORD)

@@ -7,12 +7,12 @@ ended.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rankcall.files import open_file, write_private
-from rankcall.run.recoveries import Signature
+from rankcall.run.recoveries import AttemptEnd
 
 OUTCOME = "outcome.json"
 SCHEMA = 1
@@ -39,28 +39,20 @@ class JobFailure:
     summary: str
 
     @classmethod
-    def of(
-        cls,
-        signature: Signature,
-        family: str,
-        ranks: Sequence[int],
-        hosts: Iterable[str],
-        step: int,
-        lost: int,
-        summary: str,
-    ) -> JobFailure:
-        """Return a failure for readers of other programs; a step of -1 is not known."""
+    def of(cls, end: AttemptEnd, hosts: Iterable[str]) -> JobFailure:
+        """Return for readers of other programs what ended an attempt; -1 is an unknown step."""
+        signature = end.signature
         return cls(
             kind=signature.kind,
-            family=family,
+            family=end.family,
             op=signature.op,
             line=signature.line,
             role=signature.role,
-            ranks=tuple(ranks),
+            ranks=tuple(end.culprits),
             hosts=tuple(sorted(hosts)),
-            step=step if step >= 0 else None,
-            lost_steps=lost if lost >= 0 else None,
-            summary=summary,
+            step=end.step if end.step >= 0 else None,
+            lost_steps=end.lost if end.lost >= 0 else None,
+            summary=end.summary,
         )
 
 

@@ -5,8 +5,8 @@ The process that restarts the workers, which is torchrun's agent, writes one fil
     recoveries/<host>.<pid>.jsonl          one object a line, in the order of events
 
 A line is an ``AttemptStart``, an ``AttemptEnd`` or a ``NodeChecked``. The workers of the next
-attempt read the file to learn why they exist. A line that another program could have damaged is
-left out.
+attempt read the file to learn why they exist, and one of them adds an ``AttemptResumed``. A line
+that another program could have damaged is left out.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from rankcall.run.paths import files_in
 RECOVERIES = "recoveries"
 # Set by the agent for its workers: the file to which it writes.
 FILE_VARIABLE = "RANKCALL_RECOVERIES"
-GAVE_UP = "gave_up"  # instead of a rule: torchrun's own limit of restarts was reached
-# Instead of a rule: no policy was asked. The launcher noted how its job ended, for later ones.
-ENDED = "ended"
+# What stands instead of a rule if no policy was asked.
+GAVE_UP = "gave_up"  # torchrun's own limit of restarts was reached
+ENDED = "ended"  # the launcher noted how its job ended, for later ones
+FOLLOWS = "follows"  # a worker of another node failed, and that node decided
+JOINED = "joined"  # nothing had failed: a new node was let in
 _MOST_BYTES = 1 << 24  # of one file; the rest is not read
 _MOST_LINE = 1 << 16  # characters
 _MOST_EVENTS = 4096  # of one file, the newest ones: no job is restarted so often
 _MOST_TEXT = 1024
 _MOST_RANKS = 64  # of the culprits that are kept
+_MOST_JOB = 64  # characters
 _MOST_CHECKS = 16  # of a node at one time
 _LIMIT = 1 << 62  # a larger number is damage
 
@@ -60,10 +63,15 @@ class Signature:
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """An attempt's workers were started. ``restart`` is torchrun's count of restarts."""
+    """An attempt's workers were started. ``restart`` is torchrun's count of restarts.
+
+    ``job`` is the same on all nodes of a job, and differs from job to job: the agents agree on it
+    in the store of the rendezvous. It is empty if they have none that all nodes share.
+    """
 
     restart: int
     epoch_ns: int
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class AttemptEnd:
         noticed_ns: When the agent saw that.
         stopped_ns: When no worker of this node was left.
         decision: ``restart`` or ``stop``.
-        rule: The row of the policy that decided; ``follows``, ``joined``, ``gave_up`` or ``ended``
+        rule: The row of the policy that decided; ``FOLLOWS``, ``JOINED``, ``GAVE_UP`` or ``ENDED``
             if the policy was not asked.
         reason: Why, in words.
         delay_s: The pause before the restart.
@@ -112,6 +120,26 @@ class AttemptEnd:
     reason: str = ""
     delay_s: float = 0.0
     verdict: str = ""
+
+
+@dataclass(frozen=True)
+class AttemptResumed:
+    """When an attempt after a failure was at work again, in ns since the epoch; 0: not yet.
+
+    One rank of each node notes it, because a ring keeps its newest records only: after some minutes
+    of training, no reader of the rings could tell when an attempt had begun to work.
+
+    Attributes:
+        restart: torchrun's count of restarts when the attempt was started.
+        call_ns: When the rank issued its first call.
+        step_ns: When it issued its first call after an optimizer step.
+        caught_up_ns: When it issued its first call after as many steps as were lost.
+    """
+
+    restart: int
+    call_ns: int
+    step_ns: int = 0
+    caught_up_ns: int = 0
 
 
 # What a check of a node can find. A node on which one has failed leaves the job; what is suspect
@@ -143,7 +171,7 @@ class NodeChecked:
         return next((check for check in self.checks if check.state == FAILED), None)
 
 
-Event = AttemptStart | AttemptEnd | NodeChecked
+Event = AttemptStart | AttemptEnd | AttemptResumed | NodeChecked
 
 
 @dataclass(frozen=True)
@@ -153,6 +181,7 @@ class Recoveries:
     path: Path
     starts: Sequence[AttemptStart] = field(default=())
     ends: Sequence[AttemptEnd] = field(default=())
+    resumed: Sequence[AttemptResumed] = field(default=())
     checks: Sequence[NodeChecked] = field(default=())
 
 
@@ -167,7 +196,12 @@ def agent_of(path: Path) -> tuple[str, int]:
     return host, int(pid)
 
 
-_NAMES = {AttemptStart: "start", AttemptEnd: "end", NodeChecked: "checked"}
+_NAMES = {
+    AttemptStart: "start",
+    AttemptEnd: "end",
+    AttemptResumed: "resumed",
+    NodeChecked: "checked",
+}
 
 
 def note(path: Path, event: Event) -> None:
@@ -181,6 +215,7 @@ def read_file(path: Path) -> Recoveries:
     """Return the events of one file; none if it cannot be read."""
     starts: list[AttemptStart] = []
     ends: list[AttemptEnd] = []
+    resumed: list[AttemptResumed] = []
     checks: list[NodeChecked] = []
     try:
         with open_file(path) as file:
@@ -192,13 +227,15 @@ def read_file(path: Path) -> Recoveries:
             content = json.loads(line[:_MOST_LINE])
             if "start" in content:
                 starts.append(_start(content["start"]))
+            elif "resumed" in content:
+                resumed.append(_resumed(content["resumed"]))
             elif "checked" in content:
                 checks.append(_checked(content["checked"]))
             else:
                 ends.append(_end(content["end"]))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
             continue
-    return Recoveries(path, starts, ends, checks)
+    return Recoveries(path, starts, ends, resumed, checks)
 
 
 def newest_checks(agents: Sequence[Recoveries]) -> list[NodeChecked]:
@@ -227,7 +264,14 @@ def _first_ns(agent: Recoveries) -> int:
 
 
 def _start(fields: Any) -> AttemptStart:
-    return AttemptStart(_number(fields["restart"]), _number(fields["epoch_ns"]))
+    # An agent of an older rankcall notes no job.
+    job = _text(fields.get("job", ""))[:_MOST_JOB]
+    return AttemptStart(_number(fields["restart"]), _number(fields["epoch_ns"]), job)
+
+
+def _resumed(fields: Any) -> AttemptResumed:
+    names = "restart", "call_ns", "step_ns", "caught_up_ns"
+    return AttemptResumed(*(_number(fields[name]) for name in names))
 
 
 def _end(fields: Any) -> AttemptEnd:

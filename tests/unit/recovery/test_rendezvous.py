@@ -199,14 +199,14 @@ def test_all_nodes_know_the_step_of_the_job(
             node.supervisor.before_start(0, node.rendezvous)
         told = replace(CAUSE, saved=saved, since_saved=since, steps=since)
         heard = replace(CAUSE, saved=-1, since_saved=0, steps=since)
-        found = [first.supervisor._failure(told), second.supervisor._failure(heard)]
+        found = [first.supervisor._account(told, 0), second.supervisor._account(heard, 0)]
         steps.append([failure.step for failure, _ in found])
-        assert [lost for _, lost in found] == [since, -1]
+        assert [end.lost for _, end in found] == [since, -1]
     # In the first attempt, the other node has not heard anything.
     assert steps == [[1007, 7], [1003, 1003], [1103, 1003]]
     meet(first, second)
     second.supervisor.before_start(0, second.rendezvous)
-    assert second.supervisor._failure(heard)[0].step == 1103
+    assert second.supervisor._account(heard, 0)[0].step == 1103
     second.rendezvous.store().set("saved", "1e9")
     assert second.rendezvous.saved() is None
 

@@ -20,6 +20,7 @@ from rankcall.ring.layout import SAMPLE, SAMPLE_COUNTERS
 from rankcall.run.recoveries import (
     FILE_VARIABLE,
     AttemptEnd,
+    AttemptResumed,
     AttemptStart,
     Signature,
     file_of,
@@ -90,7 +91,8 @@ def test_recoveries_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         **{name: number * second for number, name in enumerate(MOMENTS, 1)},
         decision="restart",
     )
-    for event in (ended, AttemptStart(1, 9 * second)):
+    resumed = AttemptResumed(1, 19 * second, 23 * second)
+    for event in (ended, AttemptStart(1, 9 * second), resumed):
         note(file, event)
     monkeypatch.setenv(FILE_VARIABLE, str(file))
     sink = opened(tmp_path / "run")
@@ -106,6 +108,9 @@ def test_recoveries_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "evidence": 1.0,
         "end": 2.0,
         "restart": 4.0,
+        "start": 10.0,
+        "step": 4.0,
+        "catch_up": 0.0,  # not known
     }
 
 

@@ -161,7 +161,7 @@ class PrometheusNode:
         )
         recovering = core.CounterMetricFamily(
             "rankcall_node_recovery_seconds",
-            "Time that recoveries took on this host, by phase, until the workers were started.",
+            "Time that recoveries took on this host, by phase, as far as it is known.",
             labels=["host", "phase"],
         )
         agent = own_file()
