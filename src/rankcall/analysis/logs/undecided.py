@@ -31,6 +31,7 @@ from rankcall.imports.logs.facts import (
     Stall,
     Stalled,
     StoreBarrier,
+    StoreWait,
     Timeout,
     Trouble,
     WorkerExit,
@@ -68,6 +69,7 @@ _TELLING = (
     Gone,
     Aborting,
     Fragment,
+    StoreWait,
     Killed,
 )
 _HOW_IT_ENDED = (Relation.WORKER_ENDED, Relation.SPAWNED_ENDED)  # and not why
@@ -212,12 +214,18 @@ def _said(case: Case) -> list[Fact]:
     if not lines:
         return []
     line, text = lines[0], " ".join(lines[0].text.split())
-    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()}…"
-    rank, pid = case.rank(line), line.writer.pid
-    fact = _fact(Relation.SAID, text=shown, pid=str(pid) if pid >= 0 else "", host=line.writer.host)
     at = next((raised for raised in case.raised if raised.line == line), None)
+    if at is not None and at.said != at.message:  # it tells more than what stands before it
+        text = f"{_shown(text, _LONGEST // 2)} … {at.said}"
+    rank, pid = case.rank(line), line.writer.pid
+    shown = _shown(text, _LONGEST)
+    fact = _fact(Relation.SAID, text=shown, pid=str(pid) if pid >= 0 else "", host=line.writer.host)
     call = CallFact(at.op, line=at.site) if at is not None and (at.op or at.site) else None
     return [replace(fact, ranks=subject({rank}) if rank >= 0 else None, call=call)]
+
+
+def _shown(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most].rstrip()}…"
 
 
 def _causes(case: Case) -> list[Fact]:

@@ -124,6 +124,20 @@ class StoreBarrier(NamedTuple):
     joined: int
 
 
+class StoreWait(NamedTuple):
+    """A rank still waits for others in the store. Healthy jobs write it, too, while they start."""
+
+    line: Line
+    key: str
+
+
+class StoreMet(NamedTuple):
+    """All ranks have come to that barrier of the store."""
+
+    line: Line
+    key: str
+
+
 class Stall(NamedTuple):
     """Horovod says that some ranks have waited so long for others; ``Stalled`` facts follow."""
 
@@ -314,6 +328,8 @@ Fact = (
     | BarrierFailed
     | BarrierReached
     | StoreBarrier
+    | StoreWait
+    | StoreMet
     | Stall
     | Stalled
     | Lagging

@@ -29,6 +29,8 @@ from rankcall.imports.logs.facts import (
     Member,
     Outside,
     Restarted,
+    StoreMet,
+    StoreWait,
     Trouble,
     WorkerExit,
     number_in_group,
@@ -352,6 +354,7 @@ class _Reader:
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
         self._has_ended = False  # a process of a launcher that tells of each as it ends
         self._has_failed = False  # a task of srun, by itself
+        self._met: dict[str, int] = {}  # the line at which all had come to a barrier of the store
         self._section = -1  # the rank whose output composer repeats
         self._explained: Line | None = None  # the line before, if CANN explains it below
 
@@ -423,6 +426,9 @@ class _Reader:
         log_facts = self._found
         if isinstance(fact, Restarted):
             self._forget(line.number)
+        if isinstance(fact, StoreMet):
+            self._met[fact.key] = line.number
+            return
         if isinstance(fact, AttemptEnded):
             # If an agent says so twice, it started all workers again in between.
             self._forget(self._ended.get(fact.agent, 0))
@@ -490,7 +496,14 @@ class _Reader:
             if writer.file == self._log.index and alone:
                 is_last = raised.line.number > self._log.count - _LAST
                 raised.unhandled = raised.unhandled or is_last
+        self._found.facts = [fact for fact in self._found.facts if not self._is_over(fact)]
         self._keep_earlier()
+
+    def _is_over(self, fact: Fact) -> bool:
+        """Whether a rank wrote that it waits in the store, and all others came after that."""
+        if not isinstance(fact, StoreWait) or fact.line.writer.file != self._log.index:
+            return False
+        return fact.line.number < self._met.get(fact.key, 0)
 
     def _keep_earlier(self) -> None:
         """If the last attempt reports nothing, go back to what ended the one before it."""

@@ -86,6 +86,7 @@ def facts_of(line: Line) -> list[Fact]:
     """
     facts: list[Fact] = []
     done: set[int] = set()
+    is_fragment = False
     for words, message in _READERS:
         if words not in line.text or id(message) in done:
             continue
@@ -96,8 +97,9 @@ def facts_of(line: Line) -> list[Fact]:
         fact = message.read(line, match) if match else None
         if fact is not None:
             facts.append(fact)
-        elif match is None and words in _FRAGMENTS:
-            facts.append(Fragment(line))
+        is_fragment = is_fragment or (match is None and words in _FRAGMENTS)
+    if is_fragment and not facts:
+        return [Fragment(line)]
     other = pytorch.of_no_row(line) if not facts else None
     return facts if other is None else [other]
 

@@ -43,7 +43,7 @@ _CLOSING = re.compile(
     r"(?:Sending process (\d{1,9}) closing signal|Closing process (\d{1,9}) via signal) SIG"
     r"|Unable to shutdown process (\d{1,9}) via|Killing subprocess (\d{1,10})"
 )
-_DEATH_SIGNAL = re.compile(r"Received (\w{1,20}) death signal, shutting down workers")
+_DEATH_SIGNAL = re.compile(r"Received ([\w.]{1,20}) death signal, shutting down workers")
 
 
 # The last line of a failure in torchrun's report; the others may be missing.
@@ -107,7 +107,7 @@ _CODE = re.compile(
     r"(13[2-9])\b|\] Error (13[2-9])$"
 )
 _NO_LAUNCHER = re.compile(
-    r"^\S{1,200}: (?:(?:line )?\d{1,6}: )?((?:torchrun|srun|mpirun|mpiexec|horovodrun|deepspeed"
+    r"^(?:[\w.@-]{1,120}: )?\S{1,200}: (?:(?:line )?\d{1,6}: )?((?:torchrun|srun|mpirun|mpiexec|horovodrun|deepspeed"
     r"|accelerate|pdsh|vllm|ray): (?:command )?not found)$"
 )
 # torchrun passes no such argument; the old launcher of torch 2 writes it with a dash.

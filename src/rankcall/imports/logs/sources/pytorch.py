@@ -21,6 +21,8 @@ from rankcall.imports.logs.facts import (
     Outside,
     Progress,
     StoreBarrier,
+    StoreMet,
+    StoreWait,
     Timeout,
     Trouble,
 )
@@ -203,6 +205,18 @@ _STORE_BARRIER = re.compile(
     r"store based barrier on rank:? (\d{1,7}).{0,80}?key: ?(\S{1,200}).{0,40}?"
     r"world_size=(\d{1,7}), (?:num_workers_joined|worker_count)=(\d{1,7})"
 )
+
+
+_STORE_WAIT = re.compile(r"Waiting in store based barrier .{0,80}?key: ?([^\s,]{1,200})")
+_STORE_MET = re.compile(r"Completed store-based barrier for key: ?(\S{1,200}) with \d{1,7} nodes")
+
+
+def _store_wait(line: Line, match: re.Match[str]) -> Fact:
+    return StoreWait(line, match[1])
+
+
+def _store_met(line: Line, match: re.Match[str]) -> Fact:
+    return StoreMet(line, match[1])
 
 
 def _barrier_failed(line: Line, match: re.Match[str]) -> Fact | None:
@@ -445,6 +459,24 @@ SOURCES: tuple[Source, ...] = (
                 "errors while waiting for send/recv from rank 0. Please check rank 0 logs for "
                 "faulty rank.",
                 "torch 1.9 to 2.15",
+            ),
+            Message(
+                "a rank waits until a group is complete, which is said once all have come",
+                ("store based barrier",),
+                _STORE_WAIT,
+                _store_wait,
+                "Waiting in store based barrier to initialize process group for rank: 3, key: "
+                "store_based_barrier_key:1 (world_size=8, worker_count=3, timeout=0:30:00)",
+                "torch 1.8 to 2.15, NVIDIA-NeMo/Speech#5819",
+            ),
+            Message(
+                "the group is complete: a wait for it was no failure",
+                ("store-based barrier",),
+                _STORE_MET,
+                _store_met,
+                "INFO:torch.distributed.distributed_c10d:Rank 3: Completed store-based barrier for "
+                "key:store_based_barrier_key:1 with 8 nodes.",
+                "torch 1.8 to 2.15",
             ),
             Message(
                 "a group was not complete in time",
