@@ -29,7 +29,12 @@ times `undecided` and two times `nothing_found`, and no wrong rank. The next 29,
 for because their last words were not in the table, gave 12 right answers, 17 times `nothing_found`,
 and no wrong rank. The next 27, told again by somebody who had read the code, gave 22 right answers,
 four times `nothing_found`, and one wrong rank: MPI had raised where a message came in that was too
-long. All these were mended.
+long. All these were mended. On 2026-11-27, 57 logs of failed jobs, 46 of them of public reports,
+most looked for because their last words were in no row, gave 23 right answers, 30 times
+`nothing_found`, four times `undecided` without what the log says, and no wrong rank; 15 logs of
+healthy programs gave no finding. The next 20, ten of reports, gave 18 right answers, two times
+`undecided` without what the log says, and no wrong rank; of two more healthy jobs, one gave
+`undecided`. All these were mended.
 
 """
 _NOT_HAD = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -464,18 +465,14 @@ def test_compressed_logs(tmp_path: Path, form: str) -> None:
     path.write_bytes(packed)
     assert cause(diagnosed(path)) == ("dead", (2,))
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(CorruptRunError, match=r"old\.log\.1") if form == "gzip" else _either():
+    if form == "zstd":  # it does not notice that its stream is cut
+        with contextlib.suppress(CorruptRunError):
+            diagnosed(path)
+        return
+    assert "its end cannot be read" in str(diagnosed(path).problems)
+    path.write_bytes(packed[:5])
+    with pytest.raises(CorruptRunError, match=r"old\.log\.1"):
         diagnosed(path)
-
-
-class _either:
-    """A block that may raise our error: zstd does not notice that its stream is cut."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
-        return kind is not None and issubclass(kind, CorruptRunError)
 
 
 def test_messages_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,7 +599,7 @@ def test_a_text_is_a_log(tmp_path: Path, name: str, content: bytes) -> None:
         ("png", b"\x89PNG\r\n\x1a\n\x00\x00"),
         ("late", b"text\n" * 9 + b"\x00"),
         ("gz", gzip.compress(b"\x00" * 99)),
-        ("broken.gz", gzip.compress(b"text\n" * 99)[:20]),
+        ("broken.gz", gzip.compress(b"text\n" * 99)[:8]),
         ("ring", b"RANKCALL" + b"\x07" * 9000 + b"\x00"),
         *(("random", random.Random(seed).randbytes(64)) for seed in range(20)),
     ],

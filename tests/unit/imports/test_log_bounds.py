@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 from collected_logs import LOGS
 from log_cases import judged
 from nccl_logs import WORDINGS, Call, log_of
@@ -142,3 +146,17 @@ def test_exceptions_all_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, l
     assert len(kept) + log.left_out == 100 * 303 + len(lines)
     assert len(kept) <= most + 2 * 4096
     assert log.count == 100 * 303 + len(lines)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_a_compressed_log_that_is_still_written(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    """What can be unpacked is judged, and a line says that the end is missing."""
+    lines, kind, ranks = LOGS["nccl-2.14-oom"]
+    rest = random.Random(1).randbytes(1 << 20)  # which does not become smaller
+    path = tmp_path / "job.log.packed"
+    path.write_bytes(pack("\n".join([*lines, ""]).encode() + rest)[: 1 << 19])
+    verdict = diagnose_logs([path])
+    assert (verdict.findings[0].kind, verdict.findings[0].ranks) == (kind, ranks)
+    assert pack is zstandard.compress or "its end cannot be read" in str(verdict.problems)

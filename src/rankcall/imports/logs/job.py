@@ -47,6 +47,7 @@ from rankcall.imports.logs.tracebacks import (
     Traceback,
 )
 from rankcall.imports.logs.wrapping import Wrapping, wrapping_of
+from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
 
@@ -231,6 +232,9 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
         if log.left_out:
             many = f"{log.left_out:,} lines about failures in its middle are left out"
             log_facts.problems.append(Problem(ProblemKind.LIMITED, f"{log.name}: {many}"))
+        if log.damage:
+            text = f"{log.name}: its end cannot be read: {clean(log.damage)}"
+            log_facts.problems.append(Problem(ProblemKind.UNREADABLE, text))
         if log.cut:
             text = f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
             log_facts.problems.append(Problem(ProblemKind.LIMITED, text))

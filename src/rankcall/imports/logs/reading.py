@@ -85,6 +85,7 @@ class Log:
         count: The lines read so far.
         cut: Whether the log has more than this module looks at.
         left_out: The lines of interest in its middle that are too many.
+        damage: Why its end cannot be read. A compressed log may be one that is still written.
         head: The first lines that are not empty, from which ``prefixes`` learns what stands before
             each line, and ``wrapping`` whether they are wrapped.
         is_short: Whether ``head`` has all lines that are not empty.
@@ -96,6 +97,7 @@ class Log:
     count: int = 0
     cut: bool = False
     left_out: int = 0
+    damage: str = ""
     head: list[RawLine] = field(default_factory=list)
     is_short: bool = False
     newest: list[RawLine] = field(default_factory=list)
@@ -159,7 +161,7 @@ class Log:
         """Yield the lines to keep. ``left`` counts the lines that a message still has."""
         left, size = 0, 0
         before: list[bytes] = []  # the last lines of the block before that were not kept
-        for block in _blocks(file):
+        for block in self._blocks(file):
             size += len(block)
             if size > _MOST_BYTES:
                 self.cut = True
@@ -205,6 +207,42 @@ class Log:
             if not block.endswith(b"\n") and at < len(block):
                 self.count += 1
         self.is_short = size <= _HEAD_BYTES and len(self.head) < _HEAD_LINES
+
+    def _blocks(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Yield the bytes in blocks that end with a line; a line longer than a block is cut.
+
+        A carriage return alone begins a line again, as progress bars do. It is left in the line.
+        """
+        rest = b""
+        for block in self._filled(cast(io.BufferedReader, file)):
+            cut = block.rfind(b"\n") + 1
+            if not cut and len(rest) < _LONGEST_PIECE:
+                rest += block
+                continue
+            yield rest + block[:cut] if cut else rest
+            rest = block[cut:]
+        if rest:
+            yield rest
+
+    def _filled(self, file: io.BufferedReader) -> Iterator[bytes]:
+        """Yield the bytes in blocks of one size, up to where the file is damaged."""
+        pieces: list[bytes] = []
+        size, is_empty = 0, True
+        while not self.damage:
+            try:
+                piece = file.read1(_BLOCK - size)
+            except (EOFError, zlib.error, zstandard.ZstdError) as error:
+                if is_empty and not pieces:
+                    raise
+                piece, self.damage = b"", str(error)
+            pieces.append(piece)
+            size += len(piece)
+            if size == _BLOCK or not piece:
+                if size:
+                    yield b"".join(pieces)
+                pieces, size, is_empty = [], 0, False
+                if not piece:
+                    return
 
     def _learn(self, block: bytes) -> None:
         """Keep the first lines."""
@@ -384,7 +422,7 @@ def is_log(path: Path) -> bool:
         return False
     try:
         with _opened(path) as file:
-            raw = file.read(_SAMPLE)
+            raw = cast(io.BufferedReader, file).read1(_SAMPLE)  # its end may be missing
         text = codecs.getincrementaldecoder("utf-8")().decode(raw)  # the last character may be cut
     except (OSError, EOFError, zlib.error, zstandard.ZstdError, CorruptRunError, UnicodeError):
         return False
@@ -423,23 +461,6 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
                 yield cast(IO[bytes], inner)
         else:
             yield file
-
-
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the bytes of a log in blocks that end with a line; a line longer than a block is cut.
-
-    A carriage return alone begins a line again, as progress bars do. It is left in the line.
-    """
-    rest = b""
-    while block := file.read(_BLOCK):
-        cut = block.rfind(b"\n") + 1
-        if not cut and len(rest) < _LONGEST_PIECE:
-            rest += block
-            continue
-        yield rest + block[:cut] if cut else rest
-        rest = block[cut:]
-    if rest:
-        yield rest
 
 
 def _end(block: bytes, at: int) -> int:

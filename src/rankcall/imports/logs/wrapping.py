@@ -108,9 +108,9 @@ class Wrapping:
         """Whether two lines have a message that neither has alone: its first words were broken."""
         return (
             self.goes_on(text, following)
-            and is_whole(self.joined(text, following))
-            and not is_whole(text)
-            and not is_whole(following)
+            and is_whole(self.joined(text, following), also_failed=True)
+            and not is_whole(text, also_failed=True)
+            and not is_whole(following, also_failed=True)
         )
 
     def _breaks_name(self, run: Sequence[RawLine], at: int) -> bool:

@@ -104,12 +104,15 @@ def facts_of(line: Line) -> list[Fact]:
     return facts if other is None else [other]
 
 
-def is_whole(text: str) -> bool:
-    """Whether a line has a whole message that says more than that something failed."""
+def is_whole(text: str, *, also_failed: bool = False) -> bool:
+    """Whether a line has a whole message that says more than that something failed.
+
+    ``also_failed``: Or one that says no more.
+    """
     return any(
         words in text
         and message.pattern is not None
-        and message.read is not failed
+        and (also_failed or message.read is not failed)
         and message.pattern.search(text)
         for words, message in _READERS
     )

@@ -107,8 +107,9 @@ _CODE = re.compile(
     r"(13[2-9])\b|\] Error (13[2-9])$"
 )
 _NO_LAUNCHER = re.compile(
-    r"^(?:[\w.@-]{1,120}: )?\S{1,200}: (?:(?:line )?\d{1,6}: )?((?:torchrun|srun|mpirun|mpiexec|horovodrun|deepspeed"
-    r"|accelerate|pdsh|vllm|ray): (?:command )?not found)$"
+    r"^(?:[\w.@-]{1,120}: )?\S{1,200}: (?:(?:line )?\d{1,6}: )?"
+    r"((?:torchrun|srun|mpirun|mpiexec|horovodrun|deepspeed|accelerate|pdsh|vllm|ray)"
+    r": (?:command )?not found)$"
 )
 # torchrun passes no such argument; the old launcher of torch 2 writes it with a dash.
 _LOCAL_RANK = re.compile(r"error: unrecognized arguments: .{0,400}?--local[-_]rank=\d{1,5}")
