@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from rankcall.analysis.snapshot import END_UNKNOWN
-from rankcall.analysis.verdicts.verdict import Lasting, Verdict
+from rankcall.analysis.pace import Pace
+from rankcall.analysis.snapshot import END_UNKNOWN, RankState
+from rankcall.analysis.verdicts.verdict import Going, Lasting, Verdict
 from rankcall.analysis.verdicts.wording import duration
 from rankcall.ranks import with_noun
 from rankcall.report.formatting import digits, percent, plural
@@ -18,52 +19,77 @@ def healthy(verdict: Verdict) -> str:
     going = verdict.going
     if going is None:
         return "healthy"
-    processes = [
+    if going.live:
+        return _goes_on(verdict, going)
+    return _ended(verdict, going)
+
+
+def _processes(verdict: Verdict) -> list[RankState]:
+    """Return the processes of which something is known."""
+    return [
         position.process
         for position in verdict.ranks
         if not position.blind or position.process.exit is not None
     ]
+
+
+def _speed(pace: Pace) -> str:
     speed = ""
-    if going.pace.steps_per_s is not None:
-        speed = f", {digits(going.pace.steps_per_s)} steps/s"
-    elif going.pace.calls_per_s is not None:
-        speed = f", {digits(going.pace.calls_per_s)} calls/s"
-    if going.pace.share is not None:
-        speed += f", {percent(going.pace.share)} of the time in communication"
-    if going.live:
-        silence = going.silence
-        if silence is not None and silence.seconds >= LONG * verdict.hang_after:
-            return (
-                f"nothing found yet: no rank has issued anything for {duration(silence.seconds)}; "
-                f"that counts as no progress from {duration(silence.allowed_s)} on."
-            )
-        ranks = plural(len(processes), "rank goes", "ranks go")
-        return f"healthy: {ranks} on{speed}.{_longest(going.longest, verdict.hang_after)}"
-    ended = sum(state.exit == 0 or (state.exit is None and state.closed) for state in processes)
-    ended_by_launcher = sum(state.ended_by_launcher for state in processes)
-    more = (
-        f" {plural(ended_by_launcher, 'was', 'were')} ended by the launcher."
-        if ended_by_launcher
-        else ""
-    )
-    unknown = sum(
-        state.exit is None and not (state.closed or state.ended_by_launcher) for state in processes
-    )
-    if unknown:
-        pronoun = "it" if unknown == 1 else "they"
-        more += f" Of {plural(unknown, 'rank')} nobody noted how {pronoun} ended."
-    unclear = [
+    if pace.steps_per_s is not None:
+        speed = f", {digits(pace.steps_per_s)} steps/s"
+    elif pace.calls_per_s is not None:
+        speed = f", {digits(pace.calls_per_s)} calls/s"
+    if pace.share is not None:
+        speed += f", {percent(pace.share)} of the time in communication"
+    return speed
+
+
+def _goes_on(verdict: Verdict, going: Going) -> str:
+    silence = going.silence
+    if silence is not None and silence.seconds >= LONG * verdict.hang_after:
+        return (
+            f"nothing found yet: no rank has issued anything for {duration(silence.seconds)}; "
+            f"that counts as no progress from {duration(silence.allowed_s)} on."
+        )
+    ranks = plural(len(_processes(verdict)), "rank goes", "ranks go")
+    longest = _longest(going.longest, verdict.hang_after)
+    return f"healthy: {ranks} on{_speed(going.pace)}.{longest}"
+
+
+def _ended(verdict: Verdict, going: Going) -> str:
+    processes, speed = _processes(verdict), _speed(going.pace)
+    ended = sum(map(_ended_well, processes))
+    # A launcher that is told to stop notes all its workers, also those that were done.
+    stopped = sum(state.ended_by_launcher and not _ended_well(state) for state in processes)
+    unclear = [  # the ranks may have hung in their last calls
         position.rank
         for position in verdict.ranks
         if position.how == END_UNKNOWN and position.process.exit is None
         if not (position.process.closed or position.process.ended_by_launcher)
     ]
-    if unclear:  # the ranks may have hung in these calls
-        calls = "calls" if len(unclear) > 1 else "call"
-        more += f" Nobody knows whether the last {calls} of {with_noun(unclear)} ended."
     whole = plural(len(verdict.ranks), "rank")
-    verdict_words = "nothing found" if unclear else "healthy"
-    return f"{verdict_words}: {ended:,} of {whole} ended well{speed}.{more}"
+    if stopped and not ended and stopped == len(verdict.ranks):
+        them = "it" if stopped == 1 else "them"
+        text = f"nothing found: {whole} had not ended when the launcher ended {them}{speed}."
+    else:
+        verdict_words = "nothing found" if unclear else "healthy"
+        text = f"{verdict_words}: {ended:,} of {whole} ended well{speed}."
+        if stopped:
+            text += f" {plural(stopped, 'was', 'were')} ended by the launcher."
+    unknown = sum(
+        state.exit is None and not (state.closed or state.ended_by_launcher) for state in processes
+    )
+    if unknown:
+        pronoun = "it" if unknown == 1 else "they"
+        text += f" Of {plural(unknown, 'rank')} nobody noted how {pronoun} ended."
+    if unclear:
+        calls = "calls" if len(unclear) > 1 else "call"
+        text += f" Nobody knows whether the last {calls} of {with_noun(unclear)} ended."
+    return text
+
+
+def _ended_well(state: RankState) -> bool:
+    return state.exit == 0 or (state.exit is None and state.closed)
 
 
 def _longest(call: Lasting | None, hang_after: float) -> str:

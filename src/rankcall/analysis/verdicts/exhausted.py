@@ -53,4 +53,7 @@ class Exhausted(CulpritKind):
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to train with uneven data."""
-        return "Give every rank as many batches (drop_last, a sampler), or use a Join."
+        return (
+            "Give every rank as many batches (drop_last, a sampler), or use a Join; if it stopped "
+            "on purpose, let all ranks stop at the same step (join.stop)."
+        )

@@ -143,6 +143,8 @@ class Missing(CulpritKind):
                 f"All members must call {place.inside} at the same place of the program: the "
                 "others are in another call."
             )
+        if not snapshot.live and place.line:
+            return f"Look at what rank {first.rank} does at {place.line}."
         if not snapshot.live:
             return f"Look at what rank {first.rank} does after the call it was last in."
         return (

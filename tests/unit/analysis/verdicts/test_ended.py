@@ -114,7 +114,26 @@ def test_told_to_end(tmp_path: Path) -> None:
         load(folder), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
     )
     assert diagnosis.kind == "healthy"
-    assert "4 were ended by the launcher." in " ".join(diagnosis_text(diagnosis).split())
+    assert diagnosis_text(diagnosis).startswith(
+        "nothing found: 4 ranks had not ended when the launcher ended them"
+    )
+
+
+def test_ranks_that_were_done_when_their_launcher_was_told_to_end(tmp_path: Path) -> None:
+    """A rank that ended well is counted once, although its launcher notes that it ended it."""
+    run = write_world(tmp_path / "run", THREE_ENDED, closed=lambda rank: False)
+    for rank in range(4):
+        code = -15 if rank == 3 else 0
+        ended = Exit(
+            rank, 0, "node-a", 1000 + rank, code, START_EPOCH_NS + SECOND, by_launcher=True
+        )
+        note_exit(run, ended)
+    diagnosis = diagnose(
+        load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
+    )
+    text = " ".join(diagnosis_text(diagnosis).split())
+    assert text.startswith("healthy: 3 of 4 ranks ended well")
+    assert "1 was ended by the launcher." in text
 
 
 def ended_with_launcher(
@@ -182,7 +201,9 @@ def test_a_job_that_is_ended_on_all_nodes(tmp_path: Path) -> None:
         load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
     )
     assert causes(diagnosis) == []
-    assert "4 were ended by the launcher." in " ".join(diagnosis_text(diagnosis).split())
+    assert diagnosis_text(diagnosis).startswith(
+        "nothing found: 4 ranks had not ended when the launcher ended them"
+    )
 
 
 def test_a_failure_before_the_launcher_is_told_to_stop(tmp_path: Path) -> None:
