@@ -121,6 +121,36 @@ def test_rests_that_look_like_lines_of_their_own(
     assert judged(path) == (kind, ranks)
 
 
+# Collector, log, width, breaks and what came first. These logs cannot be put together again.
+BROKEN = [
+    ("journald json", "gloo-two-families-of-addresses", 80, "words", "wrapped"),
+    ("kubectl --timestamps", "gloo-two-families-of-addresses", 100, "words", "collected"),
+    ("pdsh with names", "gaudi-a-graph-that-does-not-compile", 80, "words", "wrapped"),
+    ("ray", "rccl-a-pointer-that-is-not-the-devices", 132, "columns", "wrapped"),
+]
+
+
+@pytest.mark.parametrize(("collector", "name", "width", "breaks", "first"), BROKEN)
+def test_what_is_lost_names_no_other_rank(
+    tmp_path: Path, collector: str, name: str, width: int, breaks: str, first: str
+) -> None:
+    """The message of an exception may be cut off, and a process may be the child of another one."""
+
+    def parts(lines: Sequence[str]) -> list[str]:
+        return [part for line in lines for part in wrapped(line, width, breaks)]
+
+    def collected(lines: Sequence[str]) -> list[str]:
+        return [COLLECTORS[collector](number, line) for number, line in enumerate(lines)]
+
+    plain = CASES[name]
+    lines = collected(parts(plain)) if first == "wrapped" else parts(collected(plain))
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(lines) + "\n")
+    kind, ranks = judged(path)
+    assert kind != "nothing_found"
+    assert set(ranks) <= set(verdict_of(name)[1])
+
+
 @pytest.mark.parametrize("collector", ["a time", "mpirun", "torchrun --tee", "ray, repeated"])
 def test_a_line_that_was_broken_before_a_space_and_then_collected(
     tmp_path: Path, collector: str

@@ -99,9 +99,10 @@ class Case:
             return known
         if pid < 0:
             return self.rank(fact.line)
-        # The process is not known. Its line may stand in a stream of several processes.
+        # The process is not known. Its line may stand in a stream of several processes, or in that
+        # of the process that started it.
         is_own = writer.rank >= 0 or writer.alone or not writer.stream
-        return self.rank(fact.line) if is_own else -1
+        return self.rank(fact.line) if is_own and writer.pid in (-1, pid) else -1
 
     def seen(self) -> set[int]:
         """Return all ranks that the log mentions as ranks of the job."""

@@ -10,7 +10,7 @@ import re
 
 from rankcall.imports.logs.facts import Blame
 
-__all__ = ["blame_of", "blame_of_code", "signal_of"]
+__all__ = ["blame_of", "blame_of_code", "says_own", "signal_of"]
 
 # What a process says when its own device, memory or program failed, whatever it was doing then.
 _OWN = re.compile(
@@ -59,6 +59,11 @@ _FROM_OUTSIDE = re.compile(r"(?:^|\.)(?:KeyboardInterrupt|SignalException)$")
 OWN_SIGNALS = {4: "SIGILL", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV"}
 
 
+def says_own(message: str, kind: str = "") -> bool:
+    """Whether the words of a failure say that it is the rank's own, whatever its place."""
+    return bool(_OWN.search(message) or _OWN.search(kind))
+
+
 def blame_of(message: str, kind: str = "") -> Blame:
     """Return whose fault a failure is.
 
@@ -68,7 +73,7 @@ def blame_of(message: str, kind: str = "") -> Blame:
     """
     if _FROM_OUTSIDE.search(kind):
         return "outside"
-    if _OWN.search(message) or _OWN.search(kind):
+    if says_own(message, kind):
         return "own"
     if _FOLLOWS.search(kind) or _VICTIM.search(message):
         return "victim"

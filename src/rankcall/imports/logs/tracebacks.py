@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rankcall.imports.logs.blame import blame_of
+from rankcall.imports.logs.blame import blame_of, says_own
 from rankcall.imports.logs.facts import Blame, IssuedAt, Stalled
 from rankcall.imports.logs.prefixes import Line, Writer
 from rankcall.ranks import MAX_RANKS
@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
+_BROKEN_FRAME = re.compile(r'\s{0,8}File(?: "|$)')
 _IN_FRAME = re.compile(r'  File "(?P<whole>[^"]{1,400}", line \d{1,9}, in \S)?')
 _GATHERED = re.compile(r"most recent call last\): \(RANK (\d{1,7})\)")
 _DETAILS = 1000  # characters
@@ -142,6 +143,7 @@ class Traceback:
         self._frames: list[tuple[str, str, str]] = []
         self._in_frames = self._source_follows = True
         self._source = ""  # of the last frame
+        self._is_broken = False  # a line of it is wrapped, so its message may be cut off
         self.raised: Raised | None = None
         self.chains = False  # it says that another exception came of it
         gathered = _GATHERED.search(line.text)
@@ -165,6 +167,7 @@ class Traceback:
             self._frames.append((frame[1], frame[2], frame[3].strip()))
             self._source_follows, self._source = True, ""
             return None
+        self._is_broken = self._is_broken or _BROKEN_FRAME.match(text) is not None
         match = _EXCEPTION.match(text)
         # A program that wraps at spaces drops those at the beginning of a frame's source line.
         is_source = self._source_follows and match is None
@@ -194,7 +197,8 @@ class Traceback:
         # is about others.
         is_check = self._source.startswith("raise ")
         in_torch = kind.endswith("RuntimeError") and "/torch/distributed/" in last and not is_check
-        if blame == "own" and (self._follows or unknown_type or in_torch):
+        is_cut = self._is_broken and not says_own(message, kind)
+        if blame == "own" and (self._follows or unknown_type or in_torch or is_cut):
             blame = "victim"
         op = next((name for name in reversed(inside) if name != "wrapper"), "")
         known_op = op if op_of_variant(op.replace("all_", "all")) != "unknown" else ""

@@ -46,14 +46,16 @@ _READERS = tuple(
     if message.pattern is not None
     for words in message.markers
 )
-# Markers that no program but torch writes: a line with one tells of a failure even if the rest of
-# the message is cut off.
+# Markers of failures that no other program writes: a line with one tells of a failure even if the
+# rest of the message is cut off.
 _FRAGMENTS = (
     "Watchdog caught",
     "watchdog thread terminated",
     "Detected mismatch between",
     "failed to pass monitoredBarrier",
     "store based barrier",
+    "Process failed for slice",
+    " Peer host id: ",
 )
 
 

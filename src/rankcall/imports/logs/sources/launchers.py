@@ -109,7 +109,7 @@ _CODE = re.compile(
 _NO_LAUNCHER = re.compile(
     r"^(?:[\w.@-]{1,120}: )?\S{1,200}: (?:(?:line )?\d{1,6}: )?"
     r"((?:torchrun|srun|mpirun|mpiexec|horovodrun|deepspeed|accelerate|pdsh|vllm|ray)"
-    r": (?:command )?not found)$"
+    r": (?:command )?not found)(?:$| \[repeated)"
 )
 # torchrun passes no such argument; the old launcher of torch 2 writes it with a dash.
 _LOCAL_RANK = re.compile(r"error: unrecognized arguments: .{0,400}?--local[-_]rank=\d{1,5}")
