@@ -22,13 +22,7 @@ from rankcall.testing import FaultPlan
 from rankcall.testing.spawn import fork_server
 
 RANKS = 8  # at most
-# No call holds up its host, so all ranks issue all calls, and only the order of their devices is
-# wrong. Which call a device is in is not known, so a diagnosis can name no rank.
-_STUCK = one("stuck")
 CAUSES: dict[str, tuple[Cause, ...]] = {
-    "both-receive": _STUCK,
-    "opposite-order": _STUCK,
-    "send-left-out": _STUCK,  # later messages take its place; the last ones of two ranks are stuck
     # NCCL lets the call through. So the ranks go on, and later calls are other ones, too.
     "counts-first": one("desync", 2),
 }

@@ -146,3 +146,37 @@ def test_a_call_left_out_before_one_of_another_group(jobs: RecordedJobs) -> None
     ]
     job.tell("end")
     job.job.succeed()
+
+
+# What two ranks issue in an order that does not fit, and the number of the calls that hang.
+CROSSED = {
+    "messages": ("dist.send(big, 1 - rank); dist.recv(y, 1 - rank)", 1),
+    "groups": ("[dist.all_reduce(big, group=group) for group in pair[:: 1 - 2 * rank]]", 2),
+}
+
+
+@pytest.mark.parametrize("crossed", CROSSED)
+def test_calls_in_orders_that_do_not_fit(jobs: RecordedJobs, capture: str, crossed: str) -> None:
+    """Each host has issued both calls, and each device waits in the first for the other device."""
+    code, number = CROSSED[crossed]
+    job = jobs.start(
+        2,
+        f"""
+        init(); big = torch.ones(1 << 22, device="cuda"); y = torch.zeros(1 << 22, device="cuda")
+        pair = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        for group in pair: dist.all_reduce(big, group=group)
+        torch.cuda.synchronize()
+        {code}
+        wait_told("end"); os._exit(0)
+        """,
+        RANKCALL_CAPTURE=capture,
+    )
+    job.wait_for(lambda rows: rows.filter(status="completed").height == 4 and rows.height == 8)
+    # Until both ranks have looked at their devices, one of them is only known to have issued both.
+    while (found := _first_found(job))["findings"][0]["kind"] == "stuck":
+        assert "end_unknown" in {row["stands"] for row in found["ranks"]}
+    (one,) = found["findings"]
+    assert (one["kind"], one["ranks"], one["confidence"]) == ("deadlock", [0, 1], "likely")
+    assert {fact["call"]["seq"] for fact in one["facts"] if fact["call"]} == {number}
+    job.tell("end")
+    job.job.succeed()

@@ -18,6 +18,7 @@ from rankcall.analysis.last_words import failed_first, with_last_words
 from rankcall.analysis.process_ends import ProcessEnds
 from rankcall.analysis.rank_states import SeenRing, beats, is_outdated, moments_of, states_of
 from rankcall.analysis.snapshot import (
+    ALIVE,
     CALL,
     GONE,
     LONGEST_UNNOTICED_S,
@@ -187,10 +188,13 @@ class SnapshotBuilder:
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)
         known = np.zeros(len(moments), np.int64)
+        longest_s = np.full(len(moments), LONGEST_UNNOTICED_S)
         for rank, ring in self._seen.items():
             known[rank] = min(max(ring.header.devices_known_ns, 0), LARGEST)
-        known = known[calls["rank"]]
-        ago_s = np.clip((moment - known) / _S, 0.0, LONGEST_UNNOTICED_S)
+            if ring.state != ALIVE:  # a process that is stopped or gone does not look
+                longest_s[rank] += max(0, bounded[rank] - ring.last_ns) / _S
+        known, longest_s = known[calls["rank"]], longest_s[calls["rank"]]
+        ago_s = np.clip((moment - known) / _S, 0.0, longest_s)
         calls["noticed_s"] = np.where(known > 0, ago_s, NOTICED_S)
         return calls
 

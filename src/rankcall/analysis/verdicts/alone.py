@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
@@ -21,6 +22,7 @@ from rankcall.analysis.verdicts.facts import (
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE
 
 
 class Alone(Kind):
@@ -48,17 +50,28 @@ class Alone(Kind):
 
     def _left_behind(self, evidence: HangEvidence, wait: Wait) -> Finding:
         hosts = hosts_of(evidence.snapshot, wait.waiters)
+        advice = (
+            f"Look at the device of rank {wait.waiters[0]}{f' on {hosts[0]}' if hosts else ''} and "
+            "at its links (dmesg -T | grep -i xid), and at what its process does: the other "
+            "members have left that call."
+        )
+        may_be_replayed = _has_calls_without_end(evidence.snapshot, wait.group)
+        if may_be_replayed:
+            advice = (
+                "Earlier calls of this group have no known end. If they were captured into a CUDA "
+                "graph, compare how often each rank replays it: replays are not on record, and a "
+                f"replay too many takes the place of another rank's call. If not: {advice}"
+            )
+        # One rank alone can only be held up by its own process, device or link. Several may be
+        # held up by one link between them. With replays, the members may be out of step.
+        is_likely = len(wait.waiters) == 1 and not may_be_replayed
         return self._in_call(
             evidence,
             wait,
             Relation.LEFT_BEHIND,
             wait.left,
-            # One rank alone can only be held up by its own process, device or link. Several may be
-            # held up by one link between them.
-            "likely" if len(wait.waiters) == 1 else "possible",
-            f"Look at the device of rank {wait.waiters[0]}{f' on {hosts[0]}' if hosts else ''} and "
-            "at its links (dmesg -T | grep -i xid), and at what its process does: the other "
-            "members have left that call.",
+            "likely" if is_likely else "possible",
+            advice,
         )
 
     def _alone(self, evidence: HangEvidence, wait: Wait) -> Finding:
@@ -93,6 +106,13 @@ class Alone(Kind):
             advice=advice,
             **fields_of_wait(snapshot, wait),
         )
+
+
+def _has_calls_without_end(snapshot: Snapshot, group: int) -> bool:
+    """Tell whether a group has calls on devices without a known end, such as captured ones."""
+    calls = snapshot.calls
+    flags = calls["flags"][calls["group"] == group]
+    return bool(((flags & FLAG_DEVICE != 0) & (flags & FLAG_ABANDONED != 0)).any())
 
 
 def _first_waits(evidence: HangEvidence) -> Iterator[Wait]:

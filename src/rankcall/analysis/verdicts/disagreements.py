@@ -94,6 +94,7 @@ class Disagreement:
     loop: Loop | None = None  # that explains it
     other_line: OtherLine | None = None
     in_join: tuple[int, ...] = ()  # ranks whose call is their Join's own, unlike that of others
+    lines_differ: bool = False  # of the first and the last side, which both are known
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -212,6 +213,7 @@ def _disagreement(
         shift,
         in_join=in_join,
         other_line=_other_line(snapshot, sides, seq) if order_differs else None,
+        lines_differ=0 != calls["site"][sides[0].row] != calls["site"][sides[-1].row] != 0,
     )
 
 

@@ -154,10 +154,10 @@ def hang_evidence(
     hung = in_flight & (lasted >= allowed)
     if hung.any():
         hung = in_flight & (lasted >= allowed * _BESIDE)
-    if snapshot.live:
-        hung &= ~_may_be_over(calls)
-    hung |= failed
+    may_be_over = np.zeros(len(calls), bool) if snapshot.dumped else _may_be_over(calls)
+    hung = (hung & ~may_be_over) | failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
+    followed &= ~may_be_over | failed  # a rank may have left these, as its position says
     if endless is not None:
         hung, followed = in_flight & endless, in_flight
     # A rank that has ended is in no call, whether it left records or not.

@@ -51,7 +51,16 @@ class Mismatch(DisagreementKind):
                 "Each rank must send as much as its peer expects: compare "
                 "input_split_sizes with the output_split_sizes of the other members."
             )
-        return "All members of a group must pass the same: compare what the lines above are given."
+        compare = (
+            "All members of a group must pass the same: compare what the lines above are given."
+        )
+        if not disagreement.lines_differ:
+            return compare
+        return (
+            f"{compare} If these lines are not two ways to one call, a rank has made a call more "
+            "or less before: look for a branch, an early continue or a loop that only some ranks "
+            "take."
+        )
 
 
 def _call(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> CallFact:

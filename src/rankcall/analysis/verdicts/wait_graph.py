@@ -235,6 +235,10 @@ def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> 
     ]
 
 
+_Place = tuple[int, Channel | None, int]  # a collective of a group, or both ends of a message
+_Thread = tuple[int, int]  # of a rank
+
+
 def _note_queued(snapshot: Snapshot, waits: Sequence[Wait]) -> None:
     """Note the ranks whose devices are held in one call, and so have not come to a later one.
 
@@ -243,33 +247,84 @@ def _note_queued(snapshot: Snapshot, waits: Sequence[Wait]) -> None:
     world's. Without this, all would have come to that one.
 
     Only calls whose caller's stream waits for them count, and only calls of one thread, which most
-    likely are on one stream: the stream is not on record. A call that lacks no member holds no
-    device, as far as is known, so it is not taken for what comes first.
+    likely are on one stream: the stream is not on record.
     """
-    calls = snapshot.calls
-    holding: dict[tuple[int, int], int] = {}  # by rank and thread: the number of its oldest record
+    queued = _queued_ranks(snapshot, waits)
     for wait in waits:
-        if wait.absent and not wait.soft:
-            for row in wait.rows.tolist():
-                if _holds_stream(snapshot, row):
-                    thread = int(calls["rank"][row]), int(calls["thread"][row])
-                    index = int(calls["index"][row])
-                    holding[thread] = min(index, holding.get(thread, index))
-    queued: dict[tuple[int, Channel | None, int], set[int]] = {}
-    for wait in waits if holding else ():
-        if not wait.absent and not wait.behind:
-            for row in wait.rows[calls["flags"][wait.rows] & START_SEEN == 0].tolist():
-                rank, index = int(calls["rank"][row]), int(calls["index"][row])
-                if index > holding.get((rank, int(calls["thread"][row])), index):
-                    queued.setdefault((wait.group, wait.channel, wait.seq), set()).add(rank)
-    for wait in waits:
-        ranks = queued.get((wait.group, wait.channel, wait.seq), set())
+        ranks = queued.get(_place(wait), set())
         stays = [number for number, rank in enumerate(wait.waiters) if rank not in ranks]
-        if ranks and stays and not wait.absent:
+        if ranks and stays and not (wait.absent or wait.behind):
             wait.rows = wait.rows[stays]
             wait.waiters = [wait.waiters[number] for number in stays]
             wait.absent = wait.unstarted = sorted(ranks)
             wait.present = [rank for rank in wait.present if rank not in ranks]
+
+
+def _place(wait: Wait) -> _Place:
+    return wait.group, wait.channel, wait.seq
+
+
+def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, set[int]]:
+    """Return by call the members whose devices are held in calls before it.
+
+    A call that lacks a member holds the devices that are in it. One that lacks none ends once all
+    devices have come to it, as far as is known, so it holds none for good, and is not taken for
+    what comes first. If calls are left of which each holds a device back from another one, their
+    members have issued them in orders that do not go together.
+    """
+    lacking = {_place(wait) for wait in waits if wait.absent and not wait.soft}
+    threads = _device_threads(snapshot, waits)
+    queued: dict[_Place, set[_Thread]] = {}
+    for thread, issued in threads.items():
+        for call in issued:
+            if not call.is_begun:
+                queued.setdefault(call.place, set()).add(thread)
+    # Let all calls end that can, and each stream go on to the next call that holds it.
+    over: set[_Place] = set()
+    held_in: dict[_Place, list[_Thread]] = {}
+    ahead = {thread: iter(issued) for thread, issued in threads.items()}
+    todo = list(threads)
+    while todo:
+        thread = todo.pop()
+        for call in ahead[thread]:
+            not_there = queued.get(call.place, set())
+            not_there.discard(thread)
+            if not not_there and call.place not in lacking and call.place not in over:
+                over.add(call.place)
+                todo += held_in.pop(call.place, [])
+            if call.holds and call.place not in over:
+                held_in.setdefault(call.place, []).append(thread)
+                break
+    return {place: {rank for rank, _ in behind} for place, behind in queued.items() if behind}
+
+
+class _OnDevice(NamedTuple):
+    """A call in flight, as one of the calls of a thread on a device."""
+
+    record: int  # its number
+    place: _Place
+    holds: bool  # the thread's stream waits for it
+    is_begun: bool
+
+
+def _device_threads(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Thread, list[_OnDevice]]:
+    """Return the calls of some waits by rank and thread, in the order of their issue.
+
+    Only of threads with a call that holds their stream: what the others issue has no order.
+    """
+    calls = snapshot.calls
+    threads: dict[_Thread, list[_OnDevice]] = {}
+    holding: set[_Thread] = set()
+    for wait in waits:
+        for row in wait.rows.tolist():
+            thread = int(calls["rank"][row]), int(calls["thread"][row])
+            holds = _holds_stream(snapshot, row) and not wait.soft and not wait.behind
+            if holds:
+                holding.add(thread)
+            is_begun = bool(calls["flags"][row] & START_SEEN)
+            call = _OnDevice(int(calls["index"][row]), _place(wait), holds, is_begun)
+            threads.setdefault(thread, []).append(call)
+    return {thread: sorted(threads[thread], key=lambda call: call.record) for thread in holding}
 
 
 def _holds_stream(snapshot: Snapshot, row: int) -> bool:

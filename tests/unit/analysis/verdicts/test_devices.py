@@ -22,7 +22,8 @@ from rankcall.analysis.verdicts import diagnose, find
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.facts import Relation
-from rankcall.record import FLAG_DEVICE, FLAG_NOT_STARTED
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, FLAG_NOT_STARTED
 from rankcall.ring.tables import Group
 from rankcall.run.load import load
 
@@ -185,6 +186,64 @@ def test_a_rank_that_is_stopped_never_looks(tmp_path: Path) -> None:
     assert causes(diagnosis) == [("stopped", (1,))]
 
 
+def test_a_stopped_rank_is_not_shown_in_a_call_that_it_may_have_left(tmp_path: Path) -> None:
+    """It has not looked since it was stopped, for however long, and whether it lives or was killed.
+
+    Its position is the last call that it has issued, with an end that is not known.
+    """
+    calls = [
+        replace(call, end=None) if (call.rank, call.seq) == (1, HUNG - 1) else call
+        for call in calls_on_devices((), told=False, issued_by=(0, 2, 3))
+    ]
+    stopped: dict[str, Any] = {
+        "beats": {1: 0.01},
+        "devices_known": dict.fromkeys(WORLD.ranks, 69_000 * MS) | {1: 2 * MS},
+    }
+    killed = {
+        "states": dict.fromkeys(WORLD.ranks, "gone"),
+        "exits": dict.fromkeys(WORLD.ranks, (-9, 70)),
+    }
+    for name, states in (("alive", {"states": {1: "stopped"}}), ("gone", killed)):
+        diagnosis = diagnose_calls(tmp_path / name, calls, **states, **stopped)
+        assert ("stopped", (1,)) in causes(diagnosis)
+        (position,) = [row for row in diagnosis.ranks if row.rank == 1]
+        assert (position.how, position.seq) == ("end_unknown", HUNG - 1)
+
+
+def test_a_death_does_not_hold_others_in_calls_that_they_may_have_left(tmp_path: Path) -> None:
+    """Rank 1 dies half a second after the last calls, and the launcher ends the others.
+
+    No rank has looked at its devices since it issued them, so which of them is over is not known.
+    """
+    calls = calls_on_devices((), told=False)
+    exits = {rank: (-6 if rank == 1 else -15, 0.5 if rank == 1 else 0.6) for rank in WORLD.ranks}
+    states = dict.fromkeys(WORLD.ranks, "gone")
+    known = dict.fromkeys(WORLD.ranks, 1 * MS)
+    ended: dict[str, Any] = {"states": states, "exits": exits, "beats": dict.fromkeys(states, 0.5)}
+    diagnosis = diagnose_calls(tmp_path, calls, seconds=1, devices_known=known, **ended)
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.ranks, finding.victims) == ("dead", (1,), ())
+    assert {row.how for row in diagnosis.ranks} == {"end_unknown"}
+
+
+def test_a_call_that_others_have_left_behind_replays(tmp_path: Path) -> None:
+    """A replay of a captured call is not on record, so beside one the ranks may be out of step."""
+    calls = [
+        replace(call, end=call.end or 9 * MS) if call.rank != 2 else call
+        for call in calls_on_devices((), told=False)
+    ]
+    captured = [
+        replace(call, end=None, flags=FLAG_DEVICE | FLAG_ABANDONED) if call.seq == 2 else call
+        for call in calls
+    ]
+    (plain,) = diagnosed(tmp_path / "plain", calls).findings
+    assert (plain.kind, plain.ranks, plain.confidence) == ("alone", (2,), "likely")
+    assert "replay" not in plain.advice
+    (beside,) = diagnosed(tmp_path / "captured", captured).findings
+    assert (beside.kind, beside.ranks, beside.confidence) == ("alone", (2,), "possible")
+    assert "compare how often each rank replays it" in beside.advice
+
+
 @pytest.mark.parametrize("flags", [0, FLAG_DEVICE])
 def test_what_the_last_rank_has_just_come_to_is_not_stuck(tmp_path: Path, flags: int) -> None:
     """The others have waited for that rank. Whether the call is stuck shows from then on."""
@@ -339,11 +398,97 @@ def test_a_call_behind_one_of_another_group(
         assert waiting == {(0,): (1,), (1,): (0,)}
 
 
-def test_all_have_issued_two_calls_in_opposite_orders(tmp_path: Path) -> None:
-    """Which call each device is in is not known then, so no rank is named."""
-    calls = [in_one_order(0, PAIR_FIRST), in_one_order(1, WORLD_FIRST)]
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({}, [("deadlock", (0, 1))]),
+        ({"async_op": 1}, [("stuck", ())]),
+        ({"thread": 0}, [("stuck", ())]),
+    ],
+)
+def test_all_have_issued_two_calls_in_opposite_orders(
+    tmp_path: Path, fields: dict[str, Any], found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Each device holds the other one up, if the streams of both ranks wait for their first call.
+
+    Which call a device is in is not known otherwise, so no rank is named.
+    """
+    calls = [in_one_order(0, PAIR_FIRST, **fields), in_one_order(1, WORLD_FIRST, **fields)]
     calls += [in_one_order(rank, ELSEWHERE) for rank in (2, 3)]
-    assert causes(diagnosed(tmp_path, *calls)) == [("stuck", ())]
+    diagnosis = diagnosed(tmp_path, *calls)
+    assert causes(diagnosis) == found
+    if found[0][0] == "deadlock":
+        (finding,) = diagnosis.findings
+        assert (finding.confidence, finding.victims) == ("likely", (2, 3))
+        assert waiting_in(finding) == {0: (PAIR.name, 1), 1: (WORLD.name, 0)}
+
+
+def waiting_in(finding: Finding) -> dict[int, tuple[str, int]]:
+    """Return by rank the group of the call that it waits in, and the rank that it waits for."""
+    steps = [fact for fact in finding.facts if fact.relation is R.WAITS_FOR]
+    return {
+        step.ranks.numbers[0]: (step.call.group, step.others.numbers[0])
+        for step in steps
+        if step.ranks and step.others and step.call
+    }
+
+
+@pytest.mark.parametrize(
+    ("orders", "api", "found"),
+    [
+        # Each sends first: the other's receive is behind its own send.
+        ((("send", "recv"), ("send", "recv")), "", [("deadlock", (0, 1))]),
+        ((("recv", "send"), ("recv", "send")), "", [("deadlock", (0, 1))]),
+        # The orders fit, so something else holds the first message up.
+        ((("send", "recv"), ("recv", "send")), "", [("stuck", ())]),
+        # Nothing tells in which order a stream comes to these.
+        ((("recv", "send"), ("recv", "send")), "irecv", [("stuck", ())]),
+    ],
+)
+def test_messages_in_orders_that_do_not_fit(
+    tmp_path: Path,
+    orders: tuple[tuple[str, str], ...],
+    api: str,
+    found: list[tuple[str, tuple[int, ...]]],
+) -> None:
+    """Two ranks issue a send and a receive each, twice; the second ones hang."""
+    calls = [
+        Call(
+            rank,
+            seq,
+            (2 * seq + place) * MS,
+            (2 * seq + place + 1) * MS if seq == 1 else None,
+            op,
+            group=group_of(2),
+            peer=1 - rank,
+            api=api or op,
+            flags=FLAG_DEVICE,
+            thread=10,
+        )
+        for rank, order in enumerate(orders)
+        for seq in (1, 2)
+        for place, op in enumerate(order)
+    ]
+    assert causes(diagnosed(tmp_path, calls)) == found
+
+
+@pytest.mark.parametrize("middle", [False, True])
+def test_orders_that_fit_in_a_ring_of_groups(tmp_path: Path, middle: bool) -> None:
+    """Three pairs of three ranks: only a whole circle of orders that do not fit is a deadlock.
+
+    ``middle``: rank 2 issues the call of the pair with rank 1 first, which breaks the circle.
+    """
+    pairs = [Group(str(10 + at), 0, "nccl", f"pair {at}", (at, (at + 1) % 3)) for at in range(3)]
+    pairs[2] = replace(pairs[2], ranks=(0, 2))
+    orders = [(pairs[0], pairs[2]), (pairs[1], pairs[0]), (pairs[2], pairs[1])]
+    if middle:
+        orders[2] = (pairs[1], pairs[2])
+    issued = [
+        in_one_order(rank, [(group, seq, seq == 1) for seq in (1, 2) for group in order])
+        for rank, order in enumerate(orders)
+    ]
+    found = causes(diagnosed(tmp_path, *issued))
+    assert found == ([("stuck", ())] if middle else [("deadlock", (0, 1, 2))])
 
 
 def test_a_rank_that_left_out_a_message(tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ def test_mismatch(tmp_path: Path, field: str, theirs: object, its: object, words
     assert words in findings[0].summary
 
 
+@pytest.mark.parametrize("other_line", [7, 8])
+def test_a_mismatch_of_two_lines_may_be_two_calls(tmp_path: Path, other_line: int) -> None:
+    """A rank that left the loop calls the metric's all_reduce where the others call the loop's."""
+    calls = [
+        *together(1, [0] * 4, MS, WORLD, line=7),
+        *unfinished(WORLD, 2, (0, 1, 3), 9 * MS, line=7),
+        *unfinished(WORLD, 2, (2,), 9 * MS, line=other_line, bytes=4),
+    ]
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert (finding.kind, finding.ranks) == ("mismatch", (2,))
+    assert ("a call more or less" in finding.advice) == (other_line != 7)
+
+
 def test_another_root_is_a_mismatch(tmp_path: Path) -> None:
     """If the members of a broadcast name two roots, the rank in the minority is named."""
     calls = [
