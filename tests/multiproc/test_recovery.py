@@ -50,8 +50,16 @@ dist.init_process_group("gloo")
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(8):
+    if step == 5 and first and how == "saves" and rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            dist.all_reduce(torch.ones(2))
+        except RuntimeError:  # its peer was ended
+            time.sleep(8)
+            os.write(1, b"saved\\n")
+            raise
     if step == 5 and rank == 1:
-        if how == "stop" and first:
+        if how in ("stop", "saves") and first:
             os.kill(os.getpid(), signal.SIGSTOP)
         if how == "half" and first:  # killed while torch writes its error down
             open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").close()
@@ -223,6 +231,16 @@ def test_a_rank_that_is_killed_while_it_writes_its_error(
     assert {"done 0", "done 1"} <= set(ended.out.splitlines())
     (end,) = ends(tmp_path)
     assert (end.signature.kind, end.culprits, end.family) == ("dead", (1,), "machine")
+
+
+@pytest.mark.slow
+def test_a_rank_that_saves_its_state_after_the_verdict(tmp_path: Path) -> None:
+    """It waits for no call any more, so it is not ended before torchrun's own time is over."""
+    ended = job(tmp_path, "saves")
+    assert ended.status == 0, ended.err
+    assert "saved" in ended.out.splitlines()
+    (first,) = ends(tmp_path)
+    assert (first.signature.kind, first.culprits) == ("stopped", (1,))
 
 
 @pytest.mark.slow

@@ -21,18 +21,21 @@ def workers_to_end(verdict: Verdict | None, headers: Mapping[int, Header]) -> li
     """Return the workers of this node that end after a verdict; the other nodes end theirs.
 
     Those are the culprits of the likeliest cause. If no rank is named, or the named ones have ended
-    already, one worker ends: the lowest rank that waits. One is enough for torchrun to restart all.
+    already or have no ring on any node, one worker ends: the lowest rank that waits. One is enough
+    for torchrun to restart all, and it ends those without a ring, too: they have not come to
+    ``init_process_group``, so nobody here knows their processes.
 
     Args:
         verdict: The verdict; None if it cannot be read, which is as one that names no rank.
-        headers: The ring headers of this node's ranks. Only these processes can be ended: a rank
-            that has made no process group so far has no ring, and torchrun ends it.
+        headers: The ring headers of this node's ranks. Only these processes can be ended.
     """
     cause = verdict.findings[0] if verdict is not None and verdict.findings else None
     culprits = cause.ranks if cause is not None else ()
     here = [headers[rank] for rank in culprits if rank in headers]
     live = [header for header in here if header.process_state() in _LIVE]
-    if live or len(here) < len(culprits):  # the node of the others ends them, if they still run
+    # The node of the others ends them, if they still run. The verdict has the hosts of those ranks
+    # that have a ring.
+    if live or (len(here) < len(culprits) and cause is not None and cause.hosts):
         return live
     waiting = (cause.victims if cause is not None else ()) or tuple(headers)
     lowest = headers.get(min(waiting, default=-1))

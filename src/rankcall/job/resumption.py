@@ -16,7 +16,7 @@ from rankcall.analysis.recoveries import first_after
 from rankcall.background import BackgroundCall
 from rankcall.ring.follower import RingView, index_of
 from rankcall.ring.layout import Header
-from rankcall.run.recoveries import AttemptResumed, note, own_file, read_file
+from rankcall.run.recoveries import AttemptResumed, note, own_file, previous_end
 from rankcall.whole_numbers import whole_number
 
 
@@ -35,10 +35,9 @@ class Resumption:
         # What is not known yet: the steps that come before the call which is looked for.
         self._wanted = {"call_ns": 0, "step_ns": 1}
         self._head = 0  # of the records that were looked at
-        ends = read_file(self._file).ends if self._file is not None else ()
-        lost = [end.lost for end in ends if end.restart < restart]
-        if lost and lost[-1] > 0:
-            self._wanted["caught_up_ns"] = lost[-1]
+        end = previous_end()
+        if end is not None and end.lost > 0:
+            self._wanted["caught_up_ns"] = end.lost
 
     def look(self, header: Header) -> None:
         """Note what has become known; ``header`` is that of this rank."""

@@ -39,8 +39,9 @@ logger = logging.getLogger("rankcall.watch")
 ABORT_STATUS = 124  # the same as that of timeout(1)
 ENDS = ("abort", "recover")  # what ``on_hang`` says if a verdict ends ranks
 # With ``recover``, torchrun ends the other ranks as soon as it sees that one has ended. A rank that
-# still runs so many seconds later ends itself: its handler of SIGTERM may wait for the call that
-# hangs, and torchrun then waits for 30 s.
+# still waits so many seconds later ends itself: its handler of SIGTERM may wait for the call that
+# hangs, and torchrun then waits for 30 s. One that waits no more may be saving its state, and gets
+# these 30 s.
 GRACE_S = 5.0
 # As soon as a worker ends, torchrun also ends those of other nodes, whose leaders poll the verdict
 # and keep it with their stacks at this moment. They get so long.
@@ -133,7 +134,7 @@ class Watcher:
         if rank in headers:
             self._note_standstill(headers[rank])
         self._notice(headers, judge)
-        if time.monotonic() >= self._end_at:
+        if time.monotonic() >= self._end_at and self._still_waits(headers.get(rank)):
             self._end_itself()
         if rank not in headers or not self._node.leads(headers, rank):
             return
@@ -262,6 +263,11 @@ class Watcher:
         since = max(self._issued[rank][1] for rank in headers)
         ended = any(header.closed_ns or header.left_ns for header in headers.values())
         return 0 if ended or now - since < self._hang_after else int(since * 1e9)
+
+    @staticmethod
+    def _still_waits(mine: Header | None) -> bool:
+        """Return whether this rank is in a call that hangs, or waits for the job's store."""
+        return mine is None or mine.overdue_ns != 0 or mine.in_store_ns != 0
 
     def _waits_in_store(self, headers: dict[int, Header]) -> bool:
         """Return whether a rank of this node has waited for the job's store for long."""

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 
-from rankcall.run.recoveries import own_file, read_file
+from rankcall.run.recoveries import previous_end
 from rankcall.whole_numbers import whole_number
 
 
@@ -42,16 +42,12 @@ def previous_attempt() -> PreviousAttempt | None:
 
     It works from the start of the program on, below ``rankcall run`` or ``rankcall exec`` with
     ``--on-hang recover``, in every worker. If another node failed, only the time is known here,
-    and the result is None if this node's launcher has noted nothing.
+    and the result is None if this node's launcher was started after that.
     """
-    path = own_file()
     restart = whole_number(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
-    if path is None or not restart:
+    end = previous_end() if restart else None
+    if end is None or not restart:
         return None
-    ends = [end for end in read_file(path).ends if end.restart < restart]
-    if not ends:
-        return None
-    end = ends[-1]
     since_ns = end.fault_ns or end.noticed_ns
     return PreviousAttempt(
         end.signature.kind,

@@ -6,6 +6,7 @@ or cannot write into the run, the job is restarted as torchrun would.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -40,7 +41,6 @@ from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.outcome import BARRED, REPEATS, JobFailure
 from rankcall.run.recoveries import (
     ABSENT,
-    FILE_VARIABLE,
     FOLLOWS,
     GAVE_UP,
     JOINED,
@@ -53,6 +53,7 @@ from rankcall.run.recoveries import (
     Signature,
     file_of,
     note,
+    tell_workers,
 )
 from rankcall.run.settle import settle
 
@@ -128,6 +129,7 @@ class Supervisor:
         self._attempt = Attempt()
         self._restart = 0
         self._earlier: list[Failure] = []
+        self._ended: AttemptEnd | None = None  # how the last attempt ended
         self._has_moved_on = False  # since the last of them, in an attempt that did not fail
         self._blamed_ns = 0
         self._blamed = 0  # how often a rank of this node was the culprit, and not the program
@@ -150,7 +152,7 @@ class Supervisor:
         if rendezvous is not None and rendezvous.is_dynamic:
             self._hear_saved(rendezvous)
             job = rendezvous.job()
-        os.environ[FILE_VARIABLE] = str(self._file)
+        tell_workers(self._file, self._ended)
         if not self._attempt.started_ns:
             self._end_leftovers()  # of an agent on this node that was killed
         self._restart = restart
@@ -380,15 +382,14 @@ class Supervisor:
         return failure_of(end, time.monotonic(), by_window=by_window), end
 
     def _conclude(self, end: AttemptEnd, decision: Decision) -> None:
-        self._note(
-            replace(
-                end,
-                decision="stop" if decision.stops else "restart",
-                rule=decision.rule,
-                reason=decision.reason,
-                delay_s=decision.delay_s,
-            )
+        self._ended = replace(
+            end,
+            decision="stop" if decision.stops else "restart",
+            rule=decision.rule,
+            reason=decision.reason,
+            delay_s=decision.delay_s,
         )
+        self._note(self._ended)
 
     def _tell(self, end: AttemptEnd, decision: Decision) -> None:
         """Tell the receiver of notices that the workers are started again, if there is one."""
@@ -426,7 +427,8 @@ class Supervisor:
             pid = self._attempt.pids.get(rank, 0)
             if pid and (rank, pid) not in known:
                 ended = Exit(rank, self._restart, host_name(), pid, code, self._attempt.noticed_ns)
-                note_exit(self._run_dir, ended)
+                with contextlib.suppress(OSError):  # the disk is full: the verdict may be elsewhere
+                    note_exit(self._run_dir, ended)
 
     def _note(self, event: Event) -> None:
         try:

@@ -5,8 +5,8 @@ The process that restarts the workers, which is torchrun's agent, writes one fil
     recoveries/<host>.<pid>.jsonl          one object a line, in the order of events
 
 A line is an ``AttemptStart``, an ``AttemptEnd`` or a ``NodeChecked``. The workers of the next
-attempt read the file to learn why they exist, and one of them adds an ``AttemptResumed``. A line
-that another program could have damaged is left out.
+attempt learn from the environment why they exist, and one of them adds an ``AttemptResumed`` to the
+file. A line that another program could have damaged is left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from rankcall.run.paths import files_in
 RECOVERIES = "recoveries"
 # Set by the agent for its workers: the file to which it writes.
 FILE_VARIABLE = "RANKCALL_RECOVERIES"
+# The same, with the end of the attempt before: the run's disk may be full, or not answer.
+END_VARIABLE = "RANKCALL_PREVIOUS_END"
 # What stands instead of a rule if no policy was asked.
 GAVE_UP = "gave_up"  # torchrun's own limit of restarts was reached
 ENDED = "ended"  # the launcher noted how its job ended, for later ones
@@ -325,3 +327,17 @@ def own_file() -> Path | None:
     """Return the file of the agent that started this process, as the environment names it."""
     name = os.environ.get(FILE_VARIABLE)
     return Path(name) if name else None
+
+
+def tell_workers(file: Path, end: AttemptEnd | None) -> None:
+    """Have the workers that this process starts next inherit where to write, and why they exist."""
+    os.environ[FILE_VARIABLE] = str(file)
+    os.environ[END_VARIABLE] = "" if end is None else json.dumps(asdict(end))
+
+
+def previous_end() -> AttemptEnd | None:
+    """Return how the attempt before that of this process ended; None if there was none."""
+    try:
+        return _end(json.loads(os.environ.get(END_VARIABLE, "")[:_MOST_LINE]))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
+        return None

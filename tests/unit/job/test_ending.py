@@ -60,11 +60,17 @@ def test_who_ends(alive: Header) -> None:
 def test_culprits_elsewhere_or_gone(alive: Header) -> None:
     """Another node ends its own ranks. One that is gone already leaves the lowest that waits."""
     here = [replace(alive, rank=rank) for rank in range(2)]
-    assert chosen(here, Finding("missing", (7,), victims=(0, 1))) == []
-    assert chosen(here, Finding("missing", (1, 7))) == [1]
+    assert chosen(here, Finding("missing", (7,), victims=(0, 1), hosts=("node-b",))) == []
+    assert chosen(here, Finding("missing", (1, 7), hosts=("node-a", "node-b"))) == [1]
     dead = [here[0], gone(alive, 1)]
     assert chosen(dead, Finding("exhausted", (1,), victims=(0,))) == [0]
     assert chosen([gone(alive, 0)], Finding("stuck", (), victims=(0,))) == []
+
+
+def test_culprits_that_nobody_can_end(alive: Header) -> None:
+    """A rank that has not come to init_process_group has no ring: the lowest that waits ends."""
+    here = [replace(alive, rank=rank) for rank in range(2)]
+    assert chosen(here, Finding("no_progress", (2,), victims=(0, 1))) == [0]
 
 
 def test_a_stopped_worker_ends(alive: Header, tmp_path: Path) -> None:

@@ -22,7 +22,13 @@ from rankcall.recovery.policy import Limits
 from rankcall.recovery.rendezvous import Rendezvous
 from rankcall.recovery.supervisor import NodeBarred, Supervised, Supervisor
 from rankcall.run.bars import bar_of, newest, note_bar, read_bars
-from rankcall.run.recoveries import FILE_VARIABLE, NodeChecked, Signature, read_recoveries
+from rankcall.run.recoveries import (
+    END_VARIABLE,
+    FILE_VARIABLE,
+    NodeChecked,
+    Signature,
+    read_recoveries,
+)
 
 WAIT_S = 60.0
 CAUSE = Cause(Signature("missing"), "unclear", (), "", 0, -1, 0, 0, 0, 0, "")
@@ -80,6 +86,7 @@ def nodes(
 
     monkeypatch.setattr(module, "_OTHERS_COME_S", 0.0)
     monkeypatch.setenv(FILE_VARIABLE, "")  # a supervisor sets it for its workers
+    monkeypatch.setenv(END_VARIABLE, "")
     store, made = HashStore(), list[Node]()
 
     def make(name: str, least: int, most: int) -> Node:

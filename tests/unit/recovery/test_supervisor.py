@@ -28,7 +28,7 @@ from rankcall.recovery.supervisor import (
 from rankcall.run.exits import read_exits
 from rankcall.run.hangs import fill, note_over
 from rankcall.run.paths import HANGS
-from rankcall.run.recoveries import FILE_VARIABLE, GAVE_UP, read_recoveries
+from rankcall.run.recoveries import END_VARIABLE, FILE_VARIABLE, GAVE_UP, read_recoveries
 
 
 class Job:
@@ -53,6 +53,7 @@ class Job:
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FILE_VARIABLE, "")
+    monkeypatch.setenv(END_VARIABLE, "")
 
 
 def test_a_crash_loop_ends(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import rankcall
 from rankcall.run.recoveries import (
+    END_VARIABLE,
     FILE_VARIABLE,
     AttemptEnd,
     AttemptStart,
@@ -24,6 +25,7 @@ from rankcall.run.recoveries import (
     note,
     read_file,
     read_recoveries,
+    tell_workers,
 )
 
 END = AttemptEnd(
@@ -136,9 +138,9 @@ def test_damaged_lines_are_left_out(change: dict[str, Any], tmp_path: Path) -> N
 
 def test_previous_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted attempt learns of the one before it; the first one has none."""
-    path = file_of(tmp_path, "node-a", 7)
-    note(path, replace(END, fault_ns=time.time_ns() - int(3e9)))
-    monkeypatch.setenv(FILE_VARIABLE, str(path))
+    for variable in (FILE_VARIABLE, END_VARIABLE):
+        monkeypatch.setenv(variable, "")
+    tell_workers(tmp_path / "file", replace(END, fault_ns=time.time_ns() - int(3e9)))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert rankcall.previous_attempt() is None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -147,6 +149,6 @@ def test_previous_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (previous.verdict, previous.culprits, previous.step) == ("stopped", (1,), 10)
     assert (previous.summary, previous.restarts) == (END.summary, 1)
     assert 3 <= previous.downtime_s < 60
-    path.unlink()
-    os.mkfifo(path)
-    assert rankcall.previous_attempt() is None
+    for damaged in ("", "{}", "[" * 100_000, os.environ[END_VARIABLE].replace("10", "-7")):
+        monkeypatch.setenv(END_VARIABLE, damaged)
+        assert rankcall.previous_attempt() is None
