@@ -251,6 +251,7 @@ def test_a_bar_without_a_carriage_return(tmp_path: Path) -> None:
         (["1: step 1", f"0: {GPU_HANGS}"], ("dead", (0,))),
         # Task 1 is seen among the first lines only.
         (["1: step 1", *["0: step 2"] * 9, f"0: {GPU_HANGS}"], ("dead", (0,))),
+        ([f"0: {GPU_HANGS}", "srun: error: node-1: tasks 1-7: Killed"], ("dead", (0,))),
         # All that srun started is task 0, and the job has more ranks.
         (["0: step 1", f"0: {GPU_HANGS}"], ("undecided", ())),
         # Rank 3 cannot have written what a process with rank 0 did: task 0 is a launcher.

@@ -280,11 +280,13 @@ def _own_exceptions(case: Case) -> dict[int, Raised]:
     follows: set[int] = set(case.waited)
     for raised in case.raised:
         rank = case.rank(raised.line)
-        if raised.follows:
+        if raised.follows or raised.is_about_another(rank):
             follows.add(rank)
         elif rank >= 0 and (raised.unhandled or rank in failed):
             exceptions.setdefault(rank, raised)
     for failure in case.failures:
-        if failure.raised is not None and not failure.raised.follows:
-            exceptions.setdefault(failure.rank, failure.raised)
+        recorded = failure.raised
+        if recorded is None or recorded.follows or recorded.is_about_another(failure.rank):
+            continue
+        exceptions.setdefault(failure.rank, recorded)
     return {rank: raised for rank, raised in exceptions.items() if rank not in follows}

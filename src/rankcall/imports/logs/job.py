@@ -186,10 +186,12 @@ class LogFacts:
     def _has_other_tasks(self) -> bool:
         """Whether a task with another number than 0 wrote a line of interest, or an early one.
 
-        If not, srun or mpirun started one program, as far as the logs show. A job has several
-        ranks, so that program started them.
+        If not, and srun or mpirun itself tells of none, it started one program, as far as the logs
+        show. A job has several ranks, so that program started them.
         """
-        if any(self.tasks.values()):
+        exits = [fact for fact in self.facts if isinstance(fact, LauncherExit)]
+        of_launcher = [fact for fact in exits if fact.line.writer.task < 0]  # it labels no own line
+        if any(self.tasks.values()) or any(any(fact.tasks) for fact in of_launcher):
             return True
         for file in {file for file, _ in self.tasks}:
             texts = [line.text for line in self.logs[file].head]

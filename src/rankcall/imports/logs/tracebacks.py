@@ -37,6 +37,14 @@ _CARETS = re.compile(r"[\s^~]+$")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _BUILT_IN = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Iteration)$")
+# Programs gather the errors of all ranks and raise them on each: "saving failed on rank 2: ...".
+_ON_A_RANK = re.compile(
+    r"(?:[Ff]ail|[Ee]rror|[Ee]xception|[Rr]aised|[Cc]rash|[Dd]ied|[Aa]bort|[Kk]illed)\w{0,8}"
+    r"[\w ]{0,40}? (?:on|in|of|from|at|by) (?:\w{1,20} )?[Rr]ank ?(\d{1,7})\b"
+    r"|\b[Rr]ank (\d{1,7}) (?:has |had |was |is )?"
+    r"(?:failed|crashed|died|raised|exited|errored|aborted|killed|dead|lost|reported)\b"
+)
+_MOST_OF_MESSAGE = 400  # characters that are searched for it
 _IN_C10D = re.compile(r"/torch/distributed/(?:distributed_c10d|c10d_logger)\.py$")
 _LIBRARY = re.compile(r"/(?:torch|rankcall)/|^<|/site-packages/|/dist-packages/|/lib/python")
 # Frames of the programs whose failures this package is about. A traceback without any of them may
@@ -125,6 +133,11 @@ class Raised:
     def follows(self) -> bool:
         """Whether it follows from the end or the absence of another rank, or may do so."""
         return self.blame != "own"
+
+    def is_about_another(self, rank: int) -> bool:
+        """Whether it says that it comes from other ranks than the one that raised it."""
+        found = _ON_A_RANK.findall(self.message[:_MOST_OF_MESSAGE])
+        return bool(found) and rank not in {int(one or other) for one, other in found}
 
     @property
     def by_launcher(self) -> bool:
