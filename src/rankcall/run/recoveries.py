@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ _MOST_LINE = 1 << 16  # characters
 _MOST_EVENTS = 4096  # of one file, the newest ones: no job is restarted so often
 _MOST_TEXT = 1024
 _MOST_RANKS = 64  # of the culprits that are kept
+_TEXTS = ("family", "summary", "decision", "rule", "reason", "verdict")  # of an ``AttemptEnd``
 _MOST_JOB = 64  # characters
 _MOST_CHECKS = 16  # of a node at one time
 _LIMIT = 1 << 62  # a larger number is damage
@@ -282,7 +283,7 @@ def _end(fields: Any) -> AttemptEnd:
         name: _number(fields[name])
         for name in ("fault_ns", "verdict_ns", "ended_ns", "noticed_ns", "stopped_ns", "steps")
     }
-    for name in ("family", "summary", "decision", "rule", "reason", "verdict"):
+    for name in _TEXTS:
         values[name] = _text(fields[name])
     delay_s = float(fields["delay_s"])
     if not 0 <= delay_s < 1e9:
@@ -332,6 +333,12 @@ def own_file() -> Path | None:
 def tell_workers(file: Path, end: AttemptEnd | None) -> None:
     """Have the workers that this process starts next inherit where to write, and why they exist."""
     os.environ[FILE_VARIABLE] = str(file)
+    if end is not None:
+        # A variable of more than 128 KiB would keep every process from being started (E2BIG).
+        signature = Signature(*(text[:_MOST_TEXT] for text in astuple(end.signature)))
+        texts = {name: getattr(end, name)[:_MOST_TEXT] for name in _TEXTS}
+        culprits = end.culprits[:_MOST_RANKS]
+        end = replace(end, signature=signature, culprits=culprits, **texts)
     os.environ[END_VARIABLE] = "" if end is None else json.dumps(asdict(end))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from rankcall.run.recoveries import (
     file_of,
     newest_checks,
     note,
+    previous_end,
     read_file,
     read_recoveries,
     tell_workers,
@@ -152,3 +154,18 @@ def test_previous_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for damaged in ("", "{}", "[" * 100_000, os.environ[END_VARIABLE].replace("10", "-7")):
         monkeypatch.setenv(END_VARIABLE, damaged)
         assert rankcall.previous_attempt() is None
+
+
+def test_a_long_verdict_keeps_no_worker_from_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel starts no process with a variable of more than 128 KiB."""
+    for name in (FILE_VARIABLE, END_VARIABLE):
+        monkeypatch.setenv(name, "")
+    long = replace(END, culprits=tuple(range(16_384)), summary="🧨" * 200_000, reason="é" * 200_000)
+    tell_workers(Path("file"), long)
+    told = subprocess.run(
+        ["/bin/sh", "-c", f"echo ${END_VARIABLE}"], capture_output=True, check=True
+    )
+    assert json.loads(told.stdout)["culprits"] == list(range(64))
+    end = previous_end()
+    assert end is not None
+    assert (end.step, end.culprits[:2], end.summary[:1]) == (10, (0, 1), "🧨")
