@@ -129,7 +129,7 @@ def _recorder() -> Iterator[Check]:
         yield Check("recorder", WEAK, f"recording in Python, which is slower: {error}")
         return
     if chosen.is_of_wheel:
-        yield Check("recorder", OK, f"native, of the wheel, {chosen.why}: {chosen.path}")
+        yield Check("recorder", OK, f"native, of the wheel ({chosen.why}): {chosen.path}")
         return
     how = "compiled before" if was_built else "has just been compiled"
     yield Check("recorder", OK, f"native, {how} because {chosen.why}: {chosen.path}")

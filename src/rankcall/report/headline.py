@@ -63,7 +63,7 @@ def headline(summary: Summary) -> Headline:
         )
     return Headline(
         f"The ranks wait for each other for {percent(lost)} of the run, "
-        "and no one of them stands out.",
+        "and none of them stands out.",
         f"First is {_who(first)} with {caused}.",
         False,
     )

@@ -425,7 +425,7 @@ def test_findings_come_first(tmp_path: Path) -> None:
     assert "train.py:41\nall_reduce #17 of group 0\n" in first
     assert "65.0 s\n3 ranks held up\n" in first
     line = "rank 3 (node-c) never issued it (likely) /job/train.py:41\nit was last in step 4."
-    assert after.index(line) < after.index("rank 1 (node-a) is late")
+    assert after.index(line) < after.index("Rank 1 (node-a) is late")
     slow = Finding("straggler", (1,), stops=False, summary="rank 1 is slow since step 3")
     first, _, after = words(render(details, [slow])).partition("What to look at")
     assert "Rank 1 on node-a makes the others wait" in first

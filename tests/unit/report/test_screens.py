@@ -77,6 +77,21 @@ FAINT = """() => {
   return faint;
 }"""
 
+# Names beside a chart that are cut off at its left edge, and names of rows that touch.
+CUT = """() => {
+  const cut = [], box = element => element.getBoundingClientRect();
+  for (const text of document.querySelectorAll('.chart svg text'))
+    if (box(text).left < box(text.closest('.chart')).left) cut.push(text.textContent);
+  for (const names of document.querySelectorAll('.hosts')) {
+    let below = -1e9;
+    for (const name of names.querySelectorAll('b')) {
+      if (box(name).top < below - 4) cut.push(name.textContent);  // lines are higher than letters
+      below = box(name).bottom;
+    }
+  }
+  return cut;
+}"""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -128,6 +143,7 @@ def test_the_report(browser: Any, tmp_path: Path, kind: str, ranks: int) -> None
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             look(page, "report", kind, f"{ranks}-{scheme}-{width}")
+            assert page.evaluate(CUT) == []
         assert page.evaluate(FAINT) == []
         page.close()
         assert wrong == []

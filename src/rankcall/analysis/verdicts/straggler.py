@@ -74,8 +74,7 @@ class Straggler(Kind):
             live=snapshot.live,
             advice=advice_for(reasons)
             or f"Look at what rank {stragglers.ranks[0]} does before "
-            f"{'that line' if site else 'it communicates'}: its data, its CPU, its GPU's clock; "
-            "rankcall report has the figures.",
+            f"{'that line' if site else 'it communicates'}: its data, its CPU, its GPU's clock.",
             **place,
         )
 

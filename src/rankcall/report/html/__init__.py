@@ -41,9 +41,11 @@ __all__ = ["render"]
 
 _MOST_SITES, _MOST_ROWS, _MOST_RECOVERIES = 200, 400, 100
 _MOST_BRANCHES = 24  # at each level of the tree of call sites
-# What a line must not end in: an option, and a number with its unit.
+# What a line must not end in: an option, a number with its unit, and a call or a group with its
+# number.
 _WHOLE = re.compile(
     r"(?<![\w-])--[a-z][a-z-]*|\b\d[\d,.]* (?:s|ms|µs|min|h|%|[kMGT]?i?B|GB/s)(?!\w)"
+    r"|\b[a-z_]{1,24} #\d+|\bgroup \d{1,6}\b"
 )
 
 
@@ -158,7 +160,7 @@ def _hover(text: str, shown: str) -> Any:
 
 
 def _prose(text: str) -> Any:
-    """Return a sentence as markup in which no line ends inside an option or before a unit."""
+    """Return a sentence as markup in which no line ends inside what belongs together."""
     import markupsafe
 
     escaped = str(markupsafe.escape(text))

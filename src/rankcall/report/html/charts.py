@@ -42,7 +42,8 @@ _COMPUTE_STRENGTH = 0.45
 WIDTH = 960
 _LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
 _MOST_COLUMNS, _WIDEST = 1024, 96  # bars, about one in each pixel; and the width of the widest
-_MOST_NAMED_ROWS, _MOST_LABELS = 24, 32  # names beside a picture that do not touch
+_MOST_NAMED_ROWS = 24  # more rows are named by their hosts
+_NAME_PX = 16  # of height, so that names beside a picture do not touch
 _MOST_CELLS = 24  # hosts whose traffic is written in figures
 
 KINDS = ("compute", "waiting", "transfer")
@@ -195,14 +196,19 @@ def late_maps(details: Details) -> dict[str, Any] | None:
 
 def _late_map(details: Details, late_map: LateMap, highest: float) -> dict[str, Any]:
     rows, names = len(late_map.late_ms), [clean(name) for name in late_map.names]
+    height = _tall(rows)
+    fold = late_map.fold
+    ranks = range(0, rows * fold, fold)
     return {
         "title": clean(late_map.title),
         "src": picture(levels(late_map.late_ms, highest)),
         "rows": rows,
-        "fold": late_map.fold,
+        "fold": fold,
         "names": names,
-        "height": _tall(rows),
-        "labels": _names_of_rows(names) if names else _row_labels(details, rows, late_map.fold),
+        "height": height,
+        "labels": _names_of_rows(names, height)
+        if names
+        else _ranks_of_rows(details, ranks, height),
     }
 
 
@@ -215,9 +221,9 @@ def _time_ticks(seconds: float) -> list[Tick]:
     return [Tick(t / seconds, time(t * 1e3)) for t in nice_ticks(seconds, 6)]
 
 
-def _names_of_rows(names: Sequence[str]) -> list[Band]:
+def _names_of_rows(names: Sequence[str], height: int) -> list[Band]:
     """Write the names of rows, and of many rows those of some."""
-    step = -(-len(names) // _MOST_LABELS)
+    step = -(-len(names) * _NAME_PX // height)
     firsts = range(0, len(names), step)
     count = len(names)
     return [Band(names[at], at / count, (min(at + step, count) - at) / count) for at in firsts]
@@ -229,25 +235,27 @@ def timeline(details: Details) -> dict[str, Any] | None:
     if drawn is None:
         return None
     rows, bins = drawn.present.shape
+    height = min(320, _tall(rows))
     return {
         "src": _mixed(drawn),
         "rows": drawn.ranks,
         "bins": bins,
         "fold": drawn.fold,
-        "height": min(320, _tall(rows)),
+        "height": height,
         "bin_s": drawn.bin_ns / 1e9,
-        "labels": _ranks_of_rows(details, drawn.ranks),
+        "labels": _ranks_of_rows(details, drawn.ranks, height),
         "ticks": _time_ticks(bins * drawn.bin_ns / 1e9),
     }
 
 
-def _ranks_of_rows(details: Details, ranks: Sequence[int]) -> list[Band]:
+def _ranks_of_rows(details: Details, ranks: Sequence[int], height: int) -> list[Band]:
     """Name rows that are ranks: each of them if they are few, else their hosts."""
-    if len(ranks) <= _MOST_NAMED_ROWS:
+    most = height // _NAME_PX
+    if len(ranks) <= min(_MOST_NAMED_ROWS, most):
         count = len(ranks)
         return [Band(f"rank {rank}", at / count, 1 / count) for at, rank in enumerate(ranks)]
     hosts = bands(details, ranks)
-    step = -(-len(hosts) // _MOST_LABELS)
+    step = -(-len(hosts) // most)
     some = [hosts[at : at + step] for at in range(0, len(hosts), step)]
     return [Band(part[0].host, part[0].begin, sum(b.length for b in part)) for part in some]
 
@@ -278,11 +286,6 @@ def _mix(waiting: float, transfer: float) -> tuple[Colour, int]:
         for hue, other, grey in zip(_HUE, _BLUE, _GREY, strict=True)
     )
     return (red, green, blue), min(255, round(255 * strength))
-
-
-def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
-    """Name the rows of a map: its ranks if they are few, else their hosts."""
-    return _ranks_of_rows(details, range(0, rows * fold, fold))
 
 
 def bandwidth(curves: Sequence[Curve]) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rankcall.analysis.collectives import DIFFERS, OP_NAMES
 from rankcall.analysis.details import Details
 from rankcall.analysis.late_lines import LateLine
 from rankcall.analysis.verdicts.facts import Fact, Relation
@@ -31,6 +32,7 @@ class Item:
     title: str
     text: str = ""
     where: str = ""  # file:line, as code
+    sure: str = ""  # how sure the finding is, unless it is certain
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
     summary = details.summary
     first = headline(summary)
     if not first.alarm:
-        return FirstScreen(first.text, first.detail, False)
+        return FirstScreen(first.text.removesuffix("."), first.detail, False)
     named = [straggler for straggler in summary.stragglers if straggler.rank in first.ranks]
     hosts = list(dict.fromkeys(straggler.host for straggler in named if straggler.host))
     ranks = with_noun(first.ranks)
@@ -175,10 +177,11 @@ def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = (
 
 def item_of_finding(finding: Finding) -> Item:
     """Return a finding with its evidence and advice."""
-    sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
+    sure = "" if finding.confidence == "certain" else finding.confidence
     evidence = "; ".join(line.rstrip(".") for line in finding.evidence)
     words = " ".join(filter(None, (evidence and f"{evidence}.", finding.advice)))
-    return Item("alarm", finding.summary + sure, words, finding.culprit_line or finding.shown_line)
+    where = finding.culprit_line or finding.shown_line
+    return Item("alarm", finding.summary, words, where, sure)
 
 
 def _late(details: Details) -> Iterator[Item]:
@@ -190,7 +193,7 @@ def _late(details: Details) -> Iterator[Item]:
         host = shares[line.rank].host
         yield Item(
             "alarm",
-            f"rank {line.rank}{f' ({host})' if host else ''} is {_before(line)}",
+            f"Rank {line.rank}{f' ({host})' if host else ''} is {_before(line)}",
             f"Last {plural(line.times, 'time')} there: {time(line.cost_ms)} of waiting by all "
             f"the others together, {percent(line.share)} of what it cost by being last.",
             line.site.shown if line.site.line else "",
@@ -203,7 +206,8 @@ def _between(details: Details) -> Iterator[Item]:
         spent = f"{time(gap.total_ms)} in all, in no call"
         usual = f"; other ranks: {time(gap.usual_ms)} (median)" if gap.usual_ms is not None else ""
         where = f"{gap.after.shown} … {gap.before.shown}"
-        yield Item("note", gap_text(gap).partition(";")[0], f"{spent}{usual}.", where)
+        title = begin_sentence(gap_text(gap).partition(";")[0])
+        yield Item("note", title, f"{spent}{usual}.", where)
 
 
 def _slow(curves: list[Curve]) -> Iterator[Item]:
@@ -221,7 +225,11 @@ def _gaps(details: Details, *, ends: bool) -> Iterator[Item]:
     summary = details.summary
     unfinished = sum(row.unfinished for row in summary.collectives)
     if unfinished:
-        which = [f"{row.op} in group {row.group}" for row in summary.collectives if row.unfinished]
+        which = [
+            f"{'ops that differ' if row.op == OP_NAMES[DIFFERS] else row.op} in group {row.group}"
+            for row in summary.collectives
+            if row.unfinished
+        ]
         more = f" and {len(which) - _MOST_OPS:,} more kinds" if len(which) > _MOST_OPS else ""
         yield Item(
             "note",
@@ -231,7 +239,7 @@ def _gaps(details: Details, *, ends: bool) -> Iterator[Item]:
     if summary.missing_ranks:
         yield Item(
             "gap",
-            f"no records of {with_noun(summary.missing_ranks)}",
+            f"No records of {with_noun(summary.missing_ranks)}",
             "Bandwidth, waiting and traffic are of the others only.",
         )
     if summary.dropped:
@@ -244,14 +252,14 @@ def _gaps(details: Details, *, ends: bool) -> Iterator[Item]:
     if apart:
         yield Item(
             "gap",
-            f"the clock of {', '.join(apart)} could not be compared with the others",
+            f"The clock of {', '.join(apart)} could not be compared with the others",
             "No collective links it to them: lateness across these hosts is not to be trusted.",
         )
     live = [row.rank for row in summary.ranks if not row.closed]
     if live and ends:
         yield Item(
             "gap",
-            f"no normal end of {with_noun(live)}",
+            f"No normal end of {with_noun(live)}",
             "They still run, or ended without closing their records, as by a signal."
             if len(live) > 1
             else "It still runs, or ended without closing its records, as by a signal.",

@@ -181,7 +181,7 @@ def test_nobody_still_runs_below_a_verdict_that_says_who_died(tmp_path: Path) ->
     run = load(write_world(tmp_path / "run", calls, closed=lambda rank: False))
     dead = next(kind for kind in verdicts.KINDS if kind.kind == "dead")
     details = detail(run)
-    gap = "no normal end of ranks 0-2"
+    gap = "No normal end of ranks 0-2"
     assert gap in [item.title for item in items(details, [], [])]
     finding = dead.finding([1], summary="Rank 1 died.")
     titles = [item.title for item in items(details, [], [finding])]
