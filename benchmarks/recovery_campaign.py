@@ -21,7 +21,11 @@ store_host  SIGKILL to all processes of the node that hosts the store
 cut         the network of a node is down for longer than a call may take
 disk_full   the file system of a node is full while one of its ranks is killed
 loop        a rank raises an exception at the same step in each attempt
+bad_node    SIGKILL to the rank of a node, which is barred for it
 ==========  ========================================================================
+
+``bad_node`` strikes jobs with one node less than launchers (``--nnodes MIN:MAX --bar-after 1``):
+one launcher waits as a spare. Some jobs are of this kind, and no other fault strikes those.
 
 The campaign does what a scheduler does: it starts a launcher again that has ended, and all of them
 once the host of the store is gone. What must hold, each breach being a violation:
@@ -30,8 +34,10 @@ once the host of the store is gone. What must hold, each breach being a violatio
 * No process of an attempt lives when one of the next begins.
 * A launcher ends by itself only if its network or its store's host is gone, or with the others if
   the policy ends the job. The policy ends it only in a crash loop, and then names the right rank.
-* At the end, all launchers end with 0, the weights are those of a job without faults, and no
-  process and no ring is left.
+* A node that is barred leaves with 69, and is refused until ``rankcall unbar``. The job goes on
+  with the spare in its place, and never with less nodes than MIN.
+* At the end, all launchers of the last attempt end with 0, the weights are those of a job without
+  faults, and no process and no ring is left.
 """
 
 from __future__ import annotations
@@ -62,7 +68,8 @@ START_S, RECOVER_S, END_S = 300.0, 240.0, 300.0
 START_AGAIN_S = 1.0  # after which a scheduler starts a launcher again
 PORT = 29411  # each job has its own network
 DISK_BYTES = 128 << 20  # of a node: room for what many attempts leave
-REPEATS = 65
+REPEATS, BARRED = 65, 69  # exit statuses of launchers
+_WITH_SPARE = 0.2  # the share of jobs in which nodes are barred: other faults are over sooner
 GENERATION = 100_000  # rendezvous of a job's store: more than any has
 JOB = """
 import os, signal, sys
@@ -106,15 +113,16 @@ for name in glob.glob(path("alive.*")):
             write(f"breach.{attempt}.{rank}", f"{holder} of {os.path.basename(name)} at {attempt}")
         os.close(other)
 write(f"pid.{rank}", [os.getpid(), attempt])
+write(f"member.{os.environ['RANKCALL_HOST']}", [os.getpid(), attempt])
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-step, last = 0, None
+step, last, worlds = 0, None, []  # worlds: the number of ranks that took each step
 if os.path.exists(path("checkpoint")):
     saved = torch.load(path("checkpoint"))
-    step, last = saved["step"], saved["last"]
+    step, last, worlds = saved["step"], saved["last"], saved["worlds"]
     model.load_state_dict(saved["model"])
 while step != last:
     if planted("hang"):
@@ -129,16 +137,17 @@ while step != last:
     optimizer.step()
     optimizer.zero_grad()
     step += 1
+    worlds.append(dist.get_world_size())
     finish = torch.tensor([int(os.path.exists(path("finish")))])
     dist.all_reduce(finish)
     if finish and last is None:
         last = step + 3
     if rank == 0:
-        state = {"step": step, "last": last, "model": model.state_dict()}
+        state = {"step": step, "last": last, "worlds": worlds, "model": model.state_dict()}
         torch.save(state, path("new.checkpoint"))
         os.replace(path("new.checkpoint"), path("checkpoint"))
         rankcall.checkpointed(step)
-        write("progress", [step, attempt])
+        write("progress", [step, attempt, dist.get_world_size()])
     time.sleep(0.05)
 dist.destroy_process_group()
 """
@@ -193,9 +202,18 @@ class Job:
     """One job, and its scheduler."""
 
     def __init__(
-        self, names: Sequence[str], folder: Path, places: Sequence[Path], hang_after: float
+        self,
+        names: Sequence[str],
+        folder: Path,
+        places: Sequence[Path],
+        hang_after: float,
+        *,
+        has_spare: bool,
     ) -> None:
         self.names, self.folder, self.places = names, folder, places
+        # The fewest nodes, and the most. All launchers take part, or one of them is a spare.
+        self.sizes = (len(names) - 2, len(names) - 1) if has_spare else (len(names), len(names))
+        self.left: set[int] = set()  # nodes whose launchers have ended and are not started again
         self._hang_after = hang_after
         self._mark = uuid.uuid4().hex
         self._generation = 0
@@ -210,10 +228,12 @@ class Job:
         command = ["ip", "netns", "exec", self.names[number], str(BIN / "rankcall"), "run"]
         command += ["--capture", "python", "--on-hang", "recover", "--max-recoveries", "100000"]
         command += ["--hang-after", f"{self._hang_after:g}", "--run-dir", str(place / "run")]
+        command += ["--bar-after", "1"] if self.sizes[0] < self.sizes[1] else []
         command += ["--start-method", "fork", "--run-path"]
-        command += ["--nnodes", str(len(self.names)), "--nproc-per-node", "1"]
+        command += ["--nnodes", "{}:{}".format(*self.sizes), "--nproc-per-node", "1"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.79.0.1:{PORT}"]
-        command += ["--rdzv-id", "campaign", "--rdzv-conf", f"is_host={int(number == 0)}"]
+        conf = f"is_host={int(number == 0)},last_call_timeout=5"
+        command += ["--rdzv-id", "campaign", "--rdzv-conf", conf]
         command += ["--local-addr", f"10.79.0.{number + 1}", "job.py", str(self.folder)]
         memory = place / "memory"
         memory.mkdir(exist_ok=True)
@@ -234,7 +254,7 @@ class Job:
     @property
     def progress(self) -> tuple[int, int]:
         """The step that the job has saved, and the attempt that did."""
-        step, attempt = self.read("progress") or (0, -1)
+        step, attempt, _ = self.read("progress") or (0, -1, 0)
         return step, attempt
 
     def tend(self) -> None:
@@ -243,7 +263,7 @@ class Job:
             self._start_all_again()
             return
         for number, launcher in enumerate(self.launchers):
-            if launcher.poll() is None:
+            if launcher.poll() is None or number in self.left:
                 continue
             if number not in self.may_end:
                 raise Violated(f"the launcher of node {number} ended: {launcher.returncode}")
@@ -264,6 +284,11 @@ class Job:
         self._generation += GENERATION
         self._again_at.clear()
         self.launchers = [self._launch(number) for number in range(len(self.names))]
+
+    def start_again(self, number: int) -> None:
+        """Start the launcher of a node that has left."""
+        self.left.discard(number)
+        self.launchers[number] = self._launch(number)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until a condition holds, and be the scheduler meanwhile; return whether it does."""
@@ -327,7 +352,7 @@ class Job:
         for number, launcher in enumerate(self.launchers):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.1, deadline - time.monotonic()))
-            if launcher.poll() != 0:
+            if launcher.poll() != 0 and self._takes_part(number):
                 yield f"the launcher of node {number} ended: {launcher.poll()}"
         left = self.end_all()
         if left:
@@ -338,6 +363,11 @@ class Job:
         if not self._has_right_weights():
             yield "the weights are not those of a job without faults"
 
+    def _takes_part(self, number: int) -> bool:
+        """Return whether a node is in the last attempt; a spare that waits ends as torch has it."""
+        member = self.read(f"member.node-{number}") or []
+        return self.sizes[1] == len(self.names) or member[1:] == [self.progress[1]]
+
     def breaches(self) -> list[str]:
         """Return where two attempts lived at once."""
         return [f"two attempts: {file.read_text()}" for file in self.folder.glob("breach.*")]
@@ -347,12 +377,14 @@ class Job:
         import torch
 
         saved = torch.load(self.folder / "checkpoint")
-        weight, bias, world = torch.zeros(4, 4), torch.zeros(4), len(self.names)
-        for step in range(saved["step"]):
+        weight, bias = torch.zeros(4, 4), torch.zeros(4)
+        for step, world in enumerate(saved["worlds"]):
             weight -= 0.125 * sum(step % 7 + rank for rank in range(world))
             bias -= 0.125 * world
         model = saved["model"]
-        is_over = saved["step"] == saved["last"]
+        is_over = saved["step"] == saved["last"] == len(saved["worlds"])
+        least, most = self.sizes
+        is_over = is_over and all(least <= world <= most for world in saved["worlds"])
         return is_over and torch.equal(model["weight"], weight) and torch.equal(model["bias"], bias)
 
 
@@ -463,6 +495,62 @@ class Fault:
                 file.write(bytes(1 << 16))
         return self._kill(step, attempt, after)
 
+    def _bad_node(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        """Have a node barred; it is refused, and its place is taken. Then let it come back."""
+        job, node = self._job, self._member(attempt)
+        job.left.add(node)  # the campaign, and not the scheduler, starts it again
+        began = self._kill_member(node, attempt)
+        self._wait_for_end(node, "was the culprit")
+        if not job.wait_for(lambda: self._is_over(step, began), RECOVER_S):
+            raise Violated(f"no new step without node {node}; {job.state()}")
+        _, now, world = job.read("progress")
+        _, its_last = job.read(f"member.node-{node}")
+        if its_last >= now or not job.sizes[0] <= world <= job.sizes[1]:
+            raise Violated(
+                f"node {node} left in attempt {its_last}, and {world} nodes are in {now}"
+            )
+        job.launchers[node] = job._launch(node)
+        self._wait_for_end(node, "came back while it was barred")
+        if job.read(f"member.node-{node}")[1] != its_last:
+            raise Violated(f"node {node} is barred, and takes part again")
+        unbar = str(BIN / "rankcall"), "unbar", f"node-{node}", str(job.places[node] / "run")
+        _ran(*unbar)
+        step, attempt = job.progress
+        job.start_again(node)
+        return attempt - 1
+
+    def _member(self, attempt: int) -> int:
+        """Return a node that takes part in an attempt, and does not host the store."""
+        nodes = range(1, len(self._job.names))
+        for node in (*nodes[self._other - 1 :], *nodes):
+            _, its_attempt = self._job.read(f"member.node-{node}") or (0, -1)
+            if its_attempt >= attempt:
+                return int(node)
+        raise Violated(f"no node but the store's host is in attempt {attempt}; {self._job.state()}")
+
+    def _kill_member(self, node: int, attempt: int) -> int:
+        """Kill the rank of a node once its attempt has taken a step; return that attempt."""
+        job, step = self._job, self._job.progress[0]
+
+        def has_begun() -> bool:
+            _, its_attempt = job.read(f"member.node-{node}") or (0, -1)
+            now, of_attempt = job.progress
+            return bool(its_attempt == of_attempt >= attempt and now > step)
+
+        if not job.wait_for(has_begun, RECOVER_S):
+            raise Violated(f"node {node} takes no step in attempt {attempt}; {job.state()}")
+        pid, its_attempt = job.read(f"member.node-{node}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return int(its_attempt)
+
+    def _wait_for_end(self, node: int, why: str) -> None:
+        launcher = self._job.launchers[node]
+        if not self._job.wait_for(lambda: launcher.poll() is not None, RECOVER_S):
+            raise Violated(f"node {node} {why}, and is not barred; {self._job.state()}")
+        if launcher.returncode != BARRED:
+            raise Violated(f"node {node} {why}, and its launcher ended: {launcher.returncode}")
+
     def _loop(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
         """Have the policy end the job, and start it again without the fault."""
         rank, launchers = self.ranks[0], self._job.launchers
@@ -488,7 +576,7 @@ KINDS = tuple(
     name[1:]
     for name, member in vars(Fault).items()
     if re.fullmatch("_[a-z][a-z_]*", name)
-    and name not in ("_is_over", "_plant", "_signal")
+    and name not in ("_is_over", "_plant", "_signal", "_member", "_kill_member", "_wait_for_end")
     and callable(member)
 )
 
@@ -507,12 +595,14 @@ def _run_job(seed: str, seconds: float, hang_after: float, kinds: Sequence[str])
     """Strike one job until the time is over, or something does not hold."""
     chosen, result = random.Random(seed), Result()
     result.nodes = chosen.randint(3, 6)
+    has_spare = "bad_node" in kinds and (len(kinds) == 1 or chosen.random() < _WITH_SPARE)
+    kinds = ["bad_node"] if has_spare else [kind for kind in kinds if kind != "bad_node"]
     with (
         network(result.nodes) as names,
         tempfile.TemporaryDirectory() as name,
         disks(Path(name), result.nodes) as places,
     ):
-        job = Job(names, Path(name), places, hang_after)
+        job = Job(names, Path(name), places, hang_after, has_spare=has_spare)
         try:
             if not job.wait_for(lambda: job.progress[0] > 0, START_S):
                 raise Violated("the job did not start")

@@ -186,6 +186,19 @@ def test_an_exception_that_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_last_words_are_those_of_the_verdict(tmp_path: Path) -> None:
+    """If a hang ends the job, no other verdict about processes that have ended stands below it."""
+    (tmp_path / "job.py").write_text(JOB)
+    options = ("--capture", "python", "--on-hang", "recover", "--hang-after", str(HANG_AFTER_S))
+    command = (*options, "--max-recoveries", "0", "--run-dir", "run", "--nproc-per-node=2")
+    ended = launch("run", *command, "job.py", "stop", cwd=tmp_path)
+    assert ended.status == 65, ended.err
+    assert "the job was restarted 0 times, which is the limit (--max-recoveries)" in ended.err
+    assert ended.err.count("is stopped (SIGSTOP)") == 2  # when it was found, and at the end
+    assert "no sign of life" not in ended.err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind", "culprits"),
     [

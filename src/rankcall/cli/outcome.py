@@ -16,13 +16,14 @@ from rankcall.errors import RankcallError
 from rankcall.job.notices import notify
 from rankcall.job.watcher import ABORT_STATUS
 from rankcall.process import host_name
-from rankcall.recovery.history import History, history_of, note_end
+from rankcall.recovery.history import History, decided, history_of, note_end
 from rankcall.recovery.policy import decide
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.ring.layout import Header
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.load import Run, load
 from rankcall.run.outcome import BARRED, DONE, REPEATS, JobFailure, JobOutcome, write_outcome
+from rankcall.run.recoveries import read_recoveries
 
 _ENDED_BY_POLICY = "the policy of restarts has ended the job"
 
@@ -160,11 +161,13 @@ def explain_failure(
     Returns:
         The text, or "" if torchrun's own table says as much.
     """
-    if ABORT_STATUS in outcome.failed.values():
-        new = [kept for kept in kept_in(run_dir) if kept.verdict.origin.id not in earlier_ids]
-        if new:
-            text = diagnosis_report.diagnosis_text(whole_verdict(new[-1]))
-            return f"{text}\nthe watcher ended the job: {new[-1].folder}"
+    new = [kept for kept in kept_in(run_dir) if kept.verdict.origin.id not in earlier_ids]
+    if outcome.status == REPEATS:  # the verdict said more than can be seen of processes that ended
+        last = [end.verdict for end in decided(read_recoveries(run_dir))[-1:]]
+        new = [kept for kept in new if kept.folder.name in last]
+    if new and (outcome.status == REPEATS or ABORT_STATUS in outcome.failed.values()):
+        text = diagnosis_report.diagnosis_text(whole_verdict(new[-1]))
+        return f"{text}\nthe watcher ended the job: {new[-1].folder}"
     try:
         diagnosis = diagnose(load(run_dir, exits_only=True), hang_after)
     except (RankcallError, OSError):

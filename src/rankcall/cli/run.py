@@ -195,7 +195,14 @@ def _finish(run_dir: Path, job: TorchrunJob, rings_before: set[str], outcome: Ou
         settle(run_dir)
         headers = _headers(run_dir, rings_before)
         note_failures(run_dir, outcome, headers)
-        _summarise(run_dir, job, rings_before, headers)
+        _say_what_is_recorded(run_dir, rings_before, headers)
+        missing = _missing(job, headers) if outcome.has_run else ""
+        if missing:
+            say(
+                f"no records of {missing}: the process never created a process group, or was "
+                "started as python -I, -E or -S (they ignore PYTHONPATH, which switches recording "
+                "on)"
+            )
     except OSError as error:  # must not replace the job's own exit status
         say(f"cannot move the records in {run_dir}: {error.strerror}")
 
@@ -206,28 +213,22 @@ def _headers(run_dir: Path, rings_before: set[str]) -> list[Header]:
     return [header for header in map(read_header, rings) if header and header.host == host_name()]
 
 
-def _summarise(
-    run_dir: Path, job: TorchrunJob, rings_before: set[str], headers: list[Header]
-) -> None:
+def _say_what_is_recorded(run_dir: Path, rings_before: set[str], headers: list[Header]) -> None:
     rings = [path for path in ring_paths(run_dir) if path.name not in rings_before]
     stuck = any(path.parent == live_dir(run_dir) for path in rings)
     ranks = sorted({header.rank for header in headers})
     place = run_dir if not stuck or (run_dir / "rings").is_dir() else live_dir(run_dir)
     if ranks:
         say(f"recorded {with_noun(ranks)} in {place}; read it with: rankcall report {place}")
-    missing = _missing(job, headers)
-    if missing:
-        say(
-            f"no records of {missing}: the process never created a process group, or was started "
-            "as python -I, -E or -S (they ignore PYTHONPATH, which switches recording on)"
-        )
 
 
 def _missing(job: TorchrunJob, headers: list[Header]) -> str:
     """Name the workers of this node's last attempt that left no ring; "" if all left one."""
     attempt = max((header.attempt for header in headers), default=0)
-    recorded = {header.rank for header in headers if header.attempt == attempt}
-    firsts = [header.rank - header.local_rank for header in headers if header.local_rank >= 0]
+    # A node may have other ranks in each attempt.
+    last = [header for header in headers if header.attempt == attempt]
+    recorded = {header.rank for header in last}
+    firsts = [header.rank - header.local_rank for header in last if header.local_rank >= 0]
     if job.max_nodes == 1:
         first = 0
     elif firsts:

@@ -136,12 +136,17 @@ def arming(run_dir: Path, capture: str, job: TorchrunJob) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How torchrun ended. ``failed``: this node's workers that failed, by (rank, pid)."""
+    """How torchrun ended.
+
+    ``failed`` has this node's workers that failed, by (rank, pid). ``has_run`` is false if the
+    launcher may have ended before it started any worker.
+    """
 
     status: int
     failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # exit codes; < 0: signals
     table: str = ""  # torchrun's table of failed workers
     was_asked: bool = False  # to end, by a signal or Ctrl-C
+    has_run: bool = True
 
 
 def torchrun(argv: Sequence[str]) -> Outcome:
@@ -160,7 +165,7 @@ def torchrun(argv: Sequence[str]) -> Outcome:
     except JobStopped as stopped:
         return Outcome(REPEATS, stopped.codes)
     except NodeBarred as barred:
-        return Outcome(int(barred.code or 1))
+        return Outcome(int(barred.code or 1), has_run=False)
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
         return Outcome(1, was_asked=True)
@@ -170,4 +175,4 @@ def torchrun(argv: Sequence[str]) -> Outcome:
     except Exception as error:
         reason = " ".join(str(error).split())
         say(f"torchrun could not run the job: {type(error).__name__}: {reason}")
-    return Outcome(1)
+    return Outcome(1, has_run=False)

@@ -109,6 +109,9 @@ def test_missing_ranks_are_those_of_the_last_attempt() -> None:
     first = [header(rank, rank) for rank in range(4)]
     last = [header(rank, rank, 1) for rank in range(3)]
     assert run._missing(JOB, first + last) == "rank 3"
+    # A node may have had other ranks in the attempt before.
+    nodes = replace(JOB, max_nodes=3, nproc=1)
+    assert run._missing(nodes, [header(3, 0), header(4, 0, 1)]) == ""
 
 
 @pytest.mark.parametrize(
