@@ -126,7 +126,6 @@ BROKEN = [
     ("journald json", "gloo-two-families-of-addresses", 80, "words", "wrapped"),
     ("kubectl --timestamps", "gloo-two-families-of-addresses", 100, "words", "collected"),
     ("pdsh with names", "gaudi-a-graph-that-does-not-compile", 80, "words", "wrapped"),
-    ("ray", "rccl-a-pointer-that-is-not-the-devices", 132, "columns", "wrapped"),
 ]
 
 
@@ -134,7 +133,7 @@ BROKEN = [
 def test_what_is_lost_names_no_other_rank(
     tmp_path: Path, collector: str, name: str, width: int, breaks: str, first: str
 ) -> None:
-    """The message of an exception may be cut off, and a process may be the child of another one."""
+    """The message of an exception may be cut off: its words do not say whose fault it is."""
 
     def parts(lines: Sequence[str]) -> list[str]:
         return [part for line in lines for part in wrapped(line, width, breaks)]
@@ -161,6 +160,18 @@ def test_a_line_that_was_broken_before_a_space_and_then_collected(
     path = tmp_path / "job.log"
     path.write_text("\n".join(COLLECTORS[collector](n, part) for n, part in enumerate(parts)))
     assert judged(path) == (kind, ranks)
+
+
+def test_a_worker_is_not_its_child(tmp_path: Path) -> None:
+    """Ray's prefix is that of process 812, and NCCL's line of process 4711, which it started."""
+    lines = [
+        "node-2:4711:5120 [5] p2p.cc:271 NCCL WARN HIP failure 'invalid device pointer'",
+        "[rank3]: step 812",
+    ]
+    path = tmp_path / "job.log"
+    for pid, expected in ((812, ("undecided", ())), (4711, ("dead", (3,)))):
+        path.write_text("\n".join(f"(TrainWorker pid={pid}) {line}" for line in lines) + "\n")
+        assert judged(path) == expected
 
 
 def test_wrapped_lines_of_two_pods_alternate(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ class Case:
         if pid < 0:
             return self.rank(fact.line)
         # The process is not known. Its line may stand in a stream of several processes, or in that
-        # of the process that started it.
-        is_own = writer.rank >= 0 or writer.alone or not writer.stream
-        return self.rank(fact.line) if is_own and writer.pid in (-1, pid) else -1
+        # of the process that started it, which has another pid.
+        is_of_one = (writer.alone or not writer.stream) and writer.pid in (-1, pid)
+        return self.rank(fact.line) if writer.rank >= 0 or is_of_one else -1
 
     def seen(self) -> set[int]:
         """Return all ranks that the log mentions as ranks of the job."""

@@ -156,7 +156,7 @@ class Traceback:
         self._frames: list[tuple[str, str, str]] = []
         self._in_frames = self._source_follows = True
         self._source = ""  # of the last frame
-        self._is_broken = False  # a line of it is wrapped, so its message may be cut off
+        self._broken = ""  # a frame that is wrapped: then the message may be cut off, too
         self.raised: Raised | None = None
         self.chains = False  # it says that another exception came of it
         gathered = _GATHERED.search(line.text)
@@ -180,7 +180,8 @@ class Traceback:
             self._frames.append((frame[1], frame[2], frame[3].strip()))
             self._source_follows, self._source = True, ""
             return None
-        self._is_broken = self._is_broken or _BROKEN_FRAME.match(text) is not None
+        if _BROKEN_FRAME.match(text) and not _OF_A_JOB.search(self._broken):
+            self._broken = text
         match = _EXCEPTION.match(text)
         # A program that wraps at spaces drops those at the beginning of a frame's source line.
         is_source = self._source_follows and match is None
@@ -210,12 +211,13 @@ class Traceback:
         # is about others.
         is_check = self._source.startswith("raise ")
         in_torch = kind.endswith("RuntimeError") and "/torch/distributed/" in last and not is_check
-        is_cut = self._is_broken and not says_own(message, kind)
+        is_cut = bool(self._broken) and not says_own(message, kind)
         if blame == "own" and (self._follows or unknown_type or in_torch or is_cut):
             blame = "victim"
         op = next((name for name in reversed(inside) if name != "wrapper"), "")
         known_op = op if op_of_variant(op.replace("all_", "all")) != "unknown" else ""
-        of_a_job = any(_OF_A_JOB.search(file) for file, _, _ in self._frames)
+        files = [self._broken, *(file for file, _, _ in self._frames)]
+        of_a_job = any(map(_OF_A_JOB.search, files))
         return Raised(
             line,
             kind,

@@ -104,14 +104,18 @@ class Wrapping:
             last = line.text
         yield whole
 
-    def _is_whole_together(self, text: str, following: str) -> bool:
-        """Whether two lines have a message that neither has alone: its first words were broken."""
-        return (
-            self.goes_on(text, following)
-            and is_whole(self.joined(text, following), also_failed=True)
-            and not is_whole(text, also_failed=True)
-            and not is_whole(following, also_failed=True)
-        )
+    def _is_whole_together(self, run: Sequence[RawLine], at: int) -> bool:
+        """Whether lines have a message that none has alone: the words to find it were broken."""
+        text = last = run[at].text
+        if is_whole(text, also_failed=True):
+            return False
+        for line in run[at + 1 : at + _MOST_JOINED]:
+            if not self.goes_on(last, line.text) or is_whole(line.text, also_failed=True):
+                return False
+            text, last = self.joined(text, line.text), line.text
+            if is_whole(text, also_failed=True):
+                return True
+        return False
 
     def _breaks_name(self, run: Sequence[RawLine], at: int) -> bool:
         """Whether the name of a frame's function is broken: its source stands two lines below."""
@@ -138,7 +142,7 @@ class Wrapping:
         """Whether a message that is incomplete in one line is complete with those below it."""
         text = last = run[at].text
         if not _lacks_rest(text):
-            return self._is_whole_together(text, run[at + 1].text) or self._breaks_name(run, at)
+            return self._is_whole_together(run, at) or self._breaks_name(run, at)
         for line in run[at + 1 : at + _MOST_JOINED]:
             if not self.goes_on(last, line.text) or is_whole(line.text):
                 return False

@@ -54,6 +54,7 @@ _FRAGMENTS = (
     "Detected mismatch between",
     "failed to pass monitoredBarrier",
     "store based barrier",
+    "seconds waiting for clients",
     "Process failed for slice",
     " Peer host id: ",
 )
