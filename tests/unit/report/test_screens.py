@@ -124,6 +124,11 @@ def look(page: Any, place: str, kind: str, name: str) -> None:
         first_lines = page.locator("body").inner_text()[:800]
         numbers = "0-2" if kind == "deadlock" else "2"
         assert re.search(rf"\branks? {numbers}\b", first_lines), first_lines
+        if (
+            kind == "deadlock"
+        ):  # the line is that of the ranks that are named; others wait elsewhere
+            assert "Where\ntrain.py:10\nrecv #1" in first_lines
+            assert "Others wait in" not in first_lines
     assert re.search(expected, " ".join(title.split())), title
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / f"{place}-{kind}-{name}.png").write_bytes(page.screenshot())

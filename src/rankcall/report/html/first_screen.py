@@ -83,13 +83,23 @@ def verdict_of_finding(finding: Finding) -> FirstScreen:
     if finding.call_site:
         call = f"{numbered(finding.op, finding.seq)} of group {finding.group}" if finding.op else ""
         waiting = line_names(finding.call_site, finding.user_line), call, finding.shown_line
-    if not (finding.ranks and finding.victims and finding.stops):
+    if not (finding.ranks and finding.victims and finding.stops) or _wait_themselves(finding):
         where, waiting = waiting, None  # nobody else waits there
     place = finding.culprit_place
     if place is not None:
         where = _short(finding.culprit_line), _doing(place), finding.culprit_line
     details, cost = f"{finding.summary} {finding.advice}".strip(), _cost(finding)
     return FirstScreen(title_of(finding), details, True, culprits, where, waiting, cost)
+
+
+def _wait_themselves(finding: Finding) -> bool:
+    """Return whether the named ranks are in a finding's call, as those of a circle are."""
+    return any(
+        fact.relation is Relation.WAITS_FOR
+        and fact.ranks is not None
+        and set(finding.ranks).issuperset(fact.ranks.numbers)
+        for fact in finding.facts
+    )
 
 
 def _cost(finding: Finding) -> tuple[str, str] | None:
