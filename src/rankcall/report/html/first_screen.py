@@ -169,7 +169,7 @@ def _before(line: LateLine) -> str:
     function = line.site.own.function
     op = f"late to {line.op}" + (f" in {function}()" if function else "")
     if line.since is None or not line.since.line:
-        return f"{op}: look at what it does before"
+        return f"{op}: look at what it does before that"
     if line.since == line.site:
         return f"{op}: look at what it does between one and the next"
     since = line_names(str(line.since), line.since.user_line)
