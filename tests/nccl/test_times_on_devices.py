@@ -11,13 +11,20 @@ from recorded_jobs import RecordedJob, RecordedJobs, torch_version
 import rankcall
 
 ENV = {"RANKCALL_CAPTURE": "native", "RANKCALL_DEVICE_TIMES": "1"}
-BEGIN = """
-init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
-dist.all_reduce(x); torch.cuda.synchronize()
+# Threads that issue look for the ends of earlier ops, a millisecond after the last look at the
+# earliest. So after `settle()`, the next op makes those before it known.
+SETTLE = """
+def settle(): torch.cuda.synchronize(); time.sleep(0.002)
 """
-# Threads that issue look for the ends of earlier ops. So the last op makes those before it known.
+BEGIN = (
+    SETTLE
+    + """
+init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
+dist.all_reduce(x); settle()
+"""
+)
 END = """
-torch.cuda.synchronize(); dist.all_reduce(x); torch.cuda.synchronize()
+settle(); dist.all_reduce(x); torch.cuda.synchronize()
 dist.destroy_process_group()
 """
 
@@ -44,8 +51,8 @@ def test_each_op_is_timed(jobs: RecordedJobs) -> None:
         BEGIN
         + """
 for _ in range(4): x.mul_(1.0); dist.all_reduce(x)
-torch.cuda.synchronize(); dist.barrier(); torch.cuda.synchronize()
-big = torch.ones(1 << 18, device="cuda"); torch.cuda.synchronize(); began = time.perf_counter()
+settle(); dist.barrier(); settle()
+big = torch.ones(1 << 18, device="cuda"); settle(); began = time.perf_counter()
 works = [dist.all_reduce(big, async_op=True) for _ in range(10)]
 for work in works: work.wait()
 torch.cuda.synchronize(); say("ELAPSED", time.perf_counter() - began)
@@ -69,10 +76,10 @@ def test_what_has_no_time(jobs: RecordedJobs) -> None:
         2,
         BEGIN
         + """
-dist.all_reduce(x, async_op=True); torch.cuda.synchronize()
+dist.all_reduce(x, async_op=True); settle()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph): dist.all_reduce(x, async_op=True).wait()
-graph.replay(); torch.cuda.synchronize()
+graph.replay(); settle()
 dist.all_reduce(x, async_op=True).wait()
 """
         + END,
@@ -90,7 +97,7 @@ def test_a_hung_op_has_no_time_and_is_in_flight(jobs: RecordedJobs) -> None:
         2,
         BEGIN
         + """
-dist.all_reduce(x, async_op=True).wait(); torch.cuda.synchronize()
+dist.all_reduce(x, async_op=True).wait(); settle()
 if rank == 0:
     for _ in range(4): dist.all_reduce(x, async_op=True).wait()  # rank 1 does not come
 say("hangs"); wait_told("end"); os._exit(0)
@@ -114,7 +121,7 @@ def test_events_that_fail_cost_times_only(counted_jobs: RecordedJobs) -> None:
         + """
 counter.calls_fail_events(1)
 for _ in range(3): dist.all_reduce(x, async_op=True).wait()
-torch.cuda.synchronize(); counter.calls_fail_events(0)
+settle(); counter.calls_fail_events(0)
 dist.all_reduce(x, async_op=True).wait()
 """
         + END,
@@ -134,8 +141,8 @@ NO_MORE_EVENTS = """
 works = [dist.all_reduce(x, async_op=True) for _ in range(8)]
 for work in works: work.wait()
 del work, works
-for _ in range(2): torch.cuda.synchronize(); dist.all_reduce(x)
-torch.cuda.synchronize(); counter.calls_fail_events(1)
+for _ in range(2): settle(); dist.all_reduce(x)
+settle(); counter.calls_fail_events(1)
 """
 
 
@@ -154,10 +161,10 @@ def test_events_are_used_again(counted_jobs: RecordedJobs) -> None:
 side = torch.cuda.Stream()
 def issue():
     torch.cuda.set_device(rank)
-    for _ in range(10): dist.all_reduce(x); torch.cuda.synchronize()
+    for _ in range(10): dist.all_reduce(x); settle()
 for _ in range(10):
-    dist.all_reduce(x, async_op=True).wait(); torch.cuda.synchronize()
-    work = dist.all_reduce(x, async_op=True); torch.cuda.synchronize(); del work
+    dist.all_reduce(x, async_op=True).wait(); settle()
+    work = dist.all_reduce(x, async_op=True); settle(); del work
 with torch.cuda.stream(side): issue()
 dist.destroy_process_group(second)
 thread = threading.Thread(target=issue); thread.start(); thread.join(60)
@@ -187,7 +194,7 @@ def on_new_streams(count):
         handle = ctypes.c_void_p()
         assert runtime.cudaStreamCreateWithFlags(ctypes.byref(handle), 1) == 0
         with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
-            dist.all_reduce(x); torch.cuda.synchronize()
+            dist.all_reduce(x); settle()
 on_new_streams(80); counter.calls_fail_events(1); on_new_streams(80)
 """
         + END,
@@ -209,7 +216,7 @@ def test_events_outlive_a_recording(counted_jobs: RecordedJobs) -> None:
 rankcall.disable()
 rankcall.enable(os.environ["RANKCALL_RUN_DIR"] + "-later")
 dist.all_reduce(y)
-for _ in range(5): dist.all_reduce(x); torch.cuda.synchronize()
+for _ in range(5): dist.all_reduce(x); settle()
 """
         + END,
         **ENV,
@@ -228,7 +235,8 @@ def test_each_device_has_its_own_events(jobs: RecordedJobs) -> None:
     """A process that uses two devices in turn times the ops of both."""
     job = jobs.run(
         1,
-        """
+        SETTLE
+        + """
 init(); tensors = [torch.ones(64, device=f"cuda:{device}") for device in (0, 1)]
 for _ in range(6):
     for tensor in tensors: dist.all_reduce(tensor)
@@ -255,7 +263,7 @@ for _ in range(3):
     with torch.cuda.stream(side):
         for work in works: work.wait()
     dist.all_reduce(y)
-    torch.cuda.synchronize()
+    settle()
 """
         + END,
         SIMULATED_DEVICES_LINK_GBS="0.00001",  # 13 ms for an op of 256 bytes, at the least
@@ -265,6 +273,27 @@ for _ in range(3):
         found = times(job.records(), rank)
         assert len(found) == 9
         assert all(one is not None and one > 5 for one in found)
+
+
+def test_two_threads_that_issue_on_one_stream(jobs: RecordedJobs) -> None:
+    """Their ops may be noted in another order than their events were recorded in. Each is timed."""
+    job = jobs.run(
+        1,
+        BEGIN
+        + """
+groups = [dist.new_group(), dist.new_group()]
+def issue(group):
+    for _ in range(200): dist.all_reduce(torch.ones(64, device="cuda"), group=group)
+threads = [threading.Thread(target=issue, args=[group]) for group in groups]
+for thread in threads: thread.start()
+for thread in threads: thread.join(200); assert not thread.is_alive()
+"""
+        + END,
+        **ENV,
+    )
+    found = times(job.records(), 0)
+    assert len(found) == 400
+    assert None not in found
 
 
 def test_a_forked_child_leaves_events_alone(counted_jobs: RecordedJobs) -> None:

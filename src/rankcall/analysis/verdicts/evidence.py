@@ -83,9 +83,21 @@ class HangEvidence:
         stuck_waits.sort(key=lambda wait: -wait.age_s)
         for wait in stuck_waits:
             ends = self.snapshot.calls[_ends_of(self.snapshot.calls, wait)]
-            if not (ends["flags"] & PEER_CLOSED).any() and self._is_overdue_for_all(wait):
+            if (ends["flags"] & PEER_CLOSED).any() or self._ended_with_it(wait):
+                continue
+            if self._is_overdue_for_all(wait):
                 return wait
         return None
+
+    def _ended_with_it(self, wait: Wait) -> bool:
+        """Tell whether a call on a device is one that ranks could not issue, and have ended after.
+
+        A device that is lost refuses it, for example. What is in flight on a device never fails.
+        """
+        calls = self.snapshot.calls[wait.rows]
+        refused = (calls["status"] > COMPLETED) & (calls["flags"] & FLAG_DEVICE != 0)
+        has_ended = all(self.snapshot.ranks[rank].state == GONE for rank in wait.waiters)
+        return has_ended and bool(refused.all())
 
     def _is_overdue_for_all(self, wait: Wait) -> bool:
         """Tell whether a wait is overdue since its last member, or its other end, has come.

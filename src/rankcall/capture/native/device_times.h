@@ -2,10 +2,10 @@
 //
 // An event is recorded on the caller's stream when an op is issued, and one when the caller has
 // waited for the op's Work: the stream then stands behind the op. Threads that issue later ops look
-// whether the oldest pair of each stream has been reached. No thread of ours touches a device, so
-// no device context is made and no thread's current device changes; an issuing thread whose stream
-// is being captured into a graph touches no event. Nothing is synchronised. A pair of events that has
-// been read is used again for a later op.
+// which pairs of each stream have been reached, a millisecond after the last look at the earliest. No
+// thread of ours touches a device, so no device context is made and no thread's current device
+// changes; an issuing thread whose stream is being captured into a graph touches no event. Nothing is
+// synchronised. A pair of events that has been read is used again for a later op.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -19,6 +19,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -187,16 +188,15 @@ class DeviceTimes {
   uint64_t failures() const { return failures_.load(); }
 
   // Record the first event. Null if times are off, or too much is timed.
-  Spans::Owned begin(const c10::Stream& stream, uint64_t index) noexcept {
+  Spans::Owned begin(const c10::Stream& stream, uint64_t index, int64_t now_ns) noexcept {
     if (!on_ || !BesideCaptures::possible(stream.device())) return nullptr;
     Spans::Owned span;
     try {
-      uint64_t ends_before;
-      if (!look(ends_before)) return nullptr;
+      if (!look(now_ns)) return nullptr;
       span = spans_->take(stream.device());
       span->index = index;
       span->stream = stream;
-      span->ends_before = ends_before;
+      span->ends_before = ends_.load(std::memory_order_acquire);
       span->record(span->begin, stream);
       return span;
     } catch (...) {
@@ -223,7 +223,9 @@ class DeviceTimes {
  private:
   struct Stream {
     std::deque<Spans::Owned> timed;
-    Spans::Owned last;  // the one that ended last
+    Spans::Owned last;       // the one that ended last
+    std::thread::id thread;  // that recorded the last end
+    bool is_shared = false;  // several threads record ends, which may not stand in their order here
     uint64_t last_end() const { return last ? last->number : 0; }
   };
   using Streams = std::map<std::pair<int, int64_t>, Stream>;
@@ -232,39 +234,57 @@ class DeviceTimes {
     try {
       span->record(span->end, stream);
       std::lock_guard<std::mutex> lock(mutex_);
-      span->number = ++ends_;
+      span->number = ends_.fetch_add(1, std::memory_order_release) + 1;
       if (span->stream != stream) span->ends_before = 0;  // its begin says nothing about this stream
-      at(stream).timed.push_back(std::move(span));
-      timed_++;
+      Stream& place = at(stream);
+      const auto me = std::this_thread::get_id();
+      place.is_shared |= place.thread != std::thread::id() && place.thread != me;
+      place.thread = me;
+      place.timed.push_back(std::move(span));
+      timed_.fetch_add(1, std::memory_order_relaxed);
     } catch (...) {
       failed(std::move(span));
     }
   }
 
-  // Look at the oldest op of each stream. False if too many are still to be seen. Tells how many ends
-  // have been recorded.
-  bool look(uint64_t& ends) {
+  // Note the times of ops that are over. False if too many are still to be seen.
+  bool look(int64_t now_ns) {
+    const size_t timed = timed_.load(std::memory_order_relaxed);
+    if (timed == 0) return true;
+    // Between two looks, a burst of ops asks nothing, and the next look asks for the burst at once.
+    if (timed < kMost && now_ns - looked_ns_.load(std::memory_order_relaxed) < kBetweenLooksNs) return true;
     std::lock_guard<std::mutex> lock(mutex_);
-    ends = ends_;
-    if (timed_ == 0) return true;
+    looked_ns_.store(now_ns, std::memory_order_relaxed);
     const BesideCaptures beside;
-    for (auto& [id, place] : streams_) {
-      while (!place.timed.empty() && place.timed.front()->is_over()) {
-        Spans::Owned span = std::move(place.timed.front());
-        place.timed.pop_front();
-        timed_--;
-        double ms = span->ms_since(span->begin);
-        // The stream may have reached the op only when the one before had ended. If that one's end was
-        // recorded before this one's begin, the begin tells.
-        const bool is_behind = place.last_end() > span->ends_before;
-        if (is_behind) ms = std::min(ms, span->ms_since(place.last->end));
-        // If a stream was forgotten since the begin, it may have been this one, with an end that tells better.
-        const bool is_known = is_behind || span->ends_before >= forgotten_;
-        if (is_known && ms >= 0) ring_.note_device_ms(span->index, ms);
-        place.last = std::move(span);
-      }
-    }
-    return timed_ < kMost;
+    for (auto& [id, place] : streams_)
+      for (size_t over = how_many_are_over(place); over > 0; over--) take_oldest(place);
+    return timed_.load(std::memory_order_relaxed) < kMost;
+  }
+
+  // A stream comes to its events in their order. So one that is not reached says so of those behind it, and one
+  // that is reached of those before it.
+  static size_t how_many_are_over(const Stream& place) {
+    const auto& timed = place.timed;
+    if (timed.empty() || !timed.front()->is_over()) return 0;
+    const auto is_over = [](const Spans::Owned& span) { return span->is_over(); };
+    if (place.is_shared) return std::find_if_not(timed.begin() + 1, timed.end(), is_over) - timed.begin();
+    if (timed.size() == 1 || timed.back()->is_over()) return timed.size();
+    return std::partition_point(timed.begin() + 1, timed.end() - 1, is_over) - timed.begin();
+  }
+
+  void take_oldest(Stream& place) {
+    Spans::Owned span = std::move(place.timed.front());
+    place.timed.pop_front();
+    timed_.fetch_sub(1, std::memory_order_relaxed);
+    double ms = span->ms_since(span->begin);
+    // The stream may have reached the op only when the one before had ended. If that one's end was
+    // recorded before this one's begin, the begin tells.
+    const bool is_behind = place.last_end() > span->ends_before;
+    if (is_behind) ms = std::min(ms, span->ms_since(place.last->end));
+    // If a stream was forgotten since the begin, it may have been this one, with an end that tells better.
+    const bool is_known = is_behind || span->ends_before >= forgotten_;
+    if (is_known && ms >= 0) ring_.note_device_ms(span->index, ms);
+    place.last = std::move(span);
   }
 
   Stream& at(const c10::Stream& stream) {
@@ -292,13 +312,14 @@ class DeviceTimes {
     if (failures_.fetch_add(1) + 1 >= kMostFailures) on_ = false;
   }
 
-  // Pairs of events that are not reached yet. Each op that is issued looks at all streams, and a device
-  // that hangs must not make events without end.
+  // Pairs of events that are not reached yet. Each look is at all streams, and a device that hangs must
+  // not make events without end.
   static constexpr size_t kMost = 1024;
   // Streams without ops to be seen. torch's own come from a pool of 32.
   static constexpr size_t kMostStreams = 64;
   // A device that refuses so often refuses for good, and each refusal throws, which takes long.
   static constexpr uint64_t kMostFailures = 16;
+  static constexpr int64_t kBetweenLooksNs = 1'000'000;
 
   Ring& ring_;
   Spans* spans_ = nullptr;
@@ -306,8 +327,9 @@ class DeviceTimes {
   std::atomic<uint64_t> failures_{0};
   std::mutex mutex_;
   Streams streams_;
-  size_t timed_ = 0;
-  uint64_t ends_ = 0;       // that were recorded, on any stream
+  std::atomic<size_t> timed_{0};
+  std::atomic<int64_t> looked_ns_{0};
+  std::atomic<uint64_t> ends_{0};  // that were recorded, on any stream
   uint64_t forgotten_ = 0;  // the latest of them on a stream that is forgotten
 };
 

@@ -130,7 +130,7 @@ void write_record(Recorder& recorder, const Op& op, Record& record, Issued& issu
   record.status = issued.on_device ? layout::kEnqueued : layout::kStarted;
   record.enqueued_ns = now_ns();
   if (!issued.on_device) record.started_ns = record.enqueued_ns;
-  if (issued.stream) issued.span = recorder.device_times.begin(*issued.stream, issued.index);
+  if (issued.stream) issued.span = recorder.device_times.begin(*issued.stream, issued.index, record.enqueued_ns);
   if (Record* slot = recorder.ring.begin(issued.index)) {
     constexpr size_t kBody = offsetof(Record, seq);
     std::memcpy(reinterpret_cast<char*>(slot) + kBody, reinterpret_cast<char*>(&record) + kBody,

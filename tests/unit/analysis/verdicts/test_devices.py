@@ -226,6 +226,23 @@ def test_a_death_does_not_hold_others_in_calls_that_they_may_have_left(tmp_path:
     assert {row.how for row in diagnosis.ranks} == {"end_unknown"}
 
 
+def test_a_call_that_a_lost_device_refuses_is_not_stuck(tmp_path: Path) -> None:
+    """Rank 1's process ends of the refusal. The call did not hang, whatever the others were in."""
+    calls = [call for call in calls_on_devices((), told=False) if call.seq <= HUNG]
+    calls = [
+        replace(call, end=300 * MS, status="failed", error="CUDA error")
+        if (call.rank, call.seq) == (1, HUNG)
+        else call
+        for call in calls
+    ]
+    exits = {rank: (-6 if rank == 1 else -15, 0.5 if rank == 1 else 0.6) for rank in WORLD.ranks}
+    states = dict.fromkeys(WORLD.ranks, "gone")
+    known = dict.fromkeys(WORLD.ranks, 1 * MS)
+    ended: dict[str, Any] = {"states": states, "exits": exits, "beats": dict.fromkeys(states, 0.5)}
+    diagnosis = diagnose_calls(tmp_path, calls, seconds=1, devices_known=known, **ended)
+    assert causes(diagnosis) == [("dead", (1,))]
+
+
 def test_a_call_that_others_have_left_behind_replays(tmp_path: Path) -> None:
     """A replay of a captured call is not on record, so beside one the ranks may be out of step."""
     calls = [
