@@ -1,7 +1,8 @@
 """From a verdict to the next step: how long a job stands still after a hang was recognised.
 
-One job of two ranks on Gloo. In the first attempt, rank 1 is stopped by SIGSTOP at a step. The same
-job runs below three launchers, each with the same threshold for a hang:
+One job of two ranks on Gloo. In the first attempt, rank 1 is stopped by SIGSTOP at a step, or
+sleeps there (``--fault sleep``), so that SIGTERM ends it at once. The same job runs below three
+launchers, each with the same threshold for a hang:
 
 * ``rankcall run --on-hang recover --hang-after T``
 * ``torchrun --max-restarts``, with the process group's timeout at T. Its verdict is the error that
@@ -69,6 +70,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(FAULT_STEP + 10):
     if attempt == 0 and rank == 1 and step == FAULT_STEP:
         note("fault")
+        if os.environ["BENCHMARK_FAULT"] == "sleep":
+            time.sleep(10_000)
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         dist.all_reduce(torch.ones(8))
@@ -183,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hang-after", type=float, default=5.0, help="seconds")
+    parser.add_argument("--fault", choices=("stop", "sleep"), default="stop")
     installed = NVRX / "bin/ft_launcher"
     parser.add_argument(
         "--ft-launcher",
@@ -205,6 +209,7 @@ def main() -> None:
         )
         print(json.dumps(figures))
         raise SystemExit(figures["violations"] > 0)
+    os.environ["BENCHMARK_FAULT"] = options.fault  # for the job
     restarts: dict[str, list[Restart]] = {"rankcall": [], "torchrun": [], "ft_launcher": []}
     for _ in range(options.rounds):
         restarts["rankcall"].append(ours(options.hang_after))
@@ -239,6 +244,7 @@ def main() -> None:
             {name: seconds and round(seconds, 3) for name, seconds in one.phases_s.items()}
             for one in restarts["rankcall"]
         ],
+        "fault": options.fault,
         "rounds": options.rounds,
         "hang_after_s": options.hang_after,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -39,9 +39,9 @@ logger = logging.getLogger("rankcall.watch")
 ABORT_STATUS = 124  # the same as that of timeout(1)
 ENDS = ("abort", "recover")  # what ``on_hang`` says if a verdict ends ranks
 # With ``recover``, torchrun ends the other ranks as soon as it sees that one has ended. A rank that
-# still waits so many seconds later ends itself: its handler of SIGTERM may wait for the call that
-# hangs, and torchrun then waits for 30 s. One that waits no more may be saving its state, and gets
-# these 30 s.
+# still runs so many seconds later ends itself: its handler of SIGTERM may wait for the call that
+# hangs, and torchrun then waits for 30 s. One that has left that call may be saving its state, and
+# gets these 30 s.
 GRACE_S = 5.0
 # As soon as a worker ends, torchrun also ends those of other nodes, whose leaders poll the verdict
 # and keep it with their stacks at this moment. They get so long.
@@ -79,6 +79,8 @@ class Watcher:
         self._verdicts = 0  # that this rank gave
         self._react_until = float("-inf")  # a new verdict waits for so long to be confirmed
         self._end_at = float("inf")  # when this rank ends itself, if nothing ended it before
+        self._overdue_at = float("-inf")  # when a call of this rank was overdue last
+        self._was_overdue = False  # at the newest verdict
         # How many verdicts of the node's ranks this rank has reacted to, or were older than it.
         self._seen = 0
         put(recording.ring, "hang_after_ms", max(1, round(hang_after * 1e3)))
@@ -134,7 +136,7 @@ class Watcher:
         if rank in headers:
             self._note_standstill(headers[rank])
         self._notice(headers, judge)
-        if time.monotonic() >= self._end_at and self._still_waits(headers.get(rank)):
+        if time.monotonic() >= self._end_at and not self._has_left_call(headers.get(rank)):
             self._end_itself()
         if rank not in headers or not self._node.leads(headers, rank):
             return
@@ -242,6 +244,8 @@ class Watcher:
             put(ring, "in_call", self._calls.number_of(oldest))
         put(ring, "in_call_ns", oldest_ns)
         is_overdue = time.monotonic_ns() - oldest_ns >= self._hang_after * 1e9
+        if oldest_ns and is_overdue:
+            self._overdue_at = time.monotonic()
         put(ring, "overdue_ns", oldest_ns if is_overdue else 0)
 
     def _note_standstill(self, mine: Header) -> None:
@@ -264,10 +268,9 @@ class Watcher:
         ended = any(header.closed_ns or header.left_ns for header in headers.values())
         return 0 if ended or now - since < self._hang_after else int(since * 1e9)
 
-    @staticmethod
-    def _still_waits(mine: Header | None) -> bool:
-        """Return whether this rank is in a call that hangs, or waits for the job's store."""
-        return mine is None or mine.overdue_ns != 0 or mine.in_store_ns != 0
+    def _has_left_call(self, mine: Header | None) -> bool:
+        """Return whether this rank was in a call that hung at the verdict, and is in none now."""
+        return self._was_overdue and mine is not None and mine.overdue_ns == 0
 
     def _waits_in_store(self, headers: dict[int, Header]) -> bool:
         """Return whether a rank of this node has waited for the job's store for long."""
@@ -306,6 +309,8 @@ class Watcher:
             if self._on_hang == "abort":
                 self._end_itself()
             self._end_at = time.monotonic() + GRACE_S
+            # Its call may have ended since the verdict, because the culprit was ended at once.
+            self._was_overdue = time.monotonic() - self._overdue_at < GRACE_S
         verdicts = judge.verdicts()
         if verdicts and callable(self._on_hang):
             try:
