@@ -136,8 +136,9 @@ class Raised:
 
     def is_about_another(self, rank: int) -> bool:
         """Whether it says that it comes from other ranks than the one that raised it."""
-        found = _ON_A_RANK.findall(self.message[:_MOST_OF_MESSAGE])
-        return bool(found) and rank not in {int(one or other) for one, other in found}
+        matches = _ON_A_RANK.finditer(self.message[:_MOST_OF_MESSAGE])
+        named = {int(match[1] or match[2]) for match in matches}
+        return bool(named) and rank not in named
 
     @property
     def by_launcher(self) -> bool:

@@ -30,6 +30,8 @@ _BEGINS_NO_LINE = re.compile(r"[,;:)\]}]| \S")
 # A rule across the page continues nothing, and neither does the line that names an exception. But
 # if the line above has a prefix, each line has, and it is a name that was broken.
 _RULE = re.compile(r"([=*#~-])\1{7,}\s*$")
+# torch begins a line so, also without the prefix that others have.
+_LOGGED = re.compile(r"\[[EFIW](?:\d{3,4} \S{1,30})? ?(?:\d{1,10} )?\w{1,80}\.(?:cpp|hpp|cc|h):\d")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,200}(?:Error|Exception):(?: |$)")
 _DIGIT = re.compile(r"\d")
 _REST_OF_NAME, _INDENT = re.compile(r"[\w.]{0,200}>?"), "    "  # of a frame's name, and its source
@@ -55,6 +57,7 @@ class Wrapping:
             and 2 * len(text.rstrip()) > self.width
             and _shape(text) != _shape(following)
             and not _RULE.match(following)
+            and not _LOGGED.match(following)
             and not self.prefixes.has_prefix(following)
             and (not _EXCEPTION.match(following) or self.prefixes.has_prefix(text))
         )

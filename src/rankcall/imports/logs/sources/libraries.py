@@ -48,7 +48,8 @@ _FAR = 300  # bytes of a host and its process
 _REPEATED = re.compile(rb"CCL INFO (\w{3,20}): opCount [^\n]{60,220}? comm (0x[\da-f]{1,16}) ")
 # NCCL warns of what makes it slower, too, and goes on.
 _ADVISORY = re.compile(
-    r"Missing \"|Failed to open lib|[Pp]lugin|NET/OFI .{0,80}(?:initialization failed|provider)"
+    r"Missing \"|Failed to open(?: lib|$)|[Pp]lugin"
+    r"|NET/OFI .{0,80}(?:initialization failed|provider)"
     r"|NUMA auto balancing|lead to (?:low|variability)|not recommended|[Dd]eprecated"
 )
 
