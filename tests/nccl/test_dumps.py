@@ -111,9 +111,8 @@ def test_dumps_of_a_real_watchdog_name_the_missing_rank(jobs: RecordedJobs, tmp_
         TORCH_NCCL_DEBUG_INFO_TEMP_FILE=prefix,
     )
     job.job.wait_for(TIMED_OUT, 0)
-    while len(list(dumps.iterdir())) < count:
-        assert time.monotonic() < job.job.deadline, job.job.report()
+    while len(list(dumps.iterdir())) < count or diagnosed(dumps) != [("missing", [1])]:
+        assert time.monotonic() < job.job.deadline, (diagnose(dumps), job.job.report())
         time.sleep(0.1)
-    job.tell("end")
+    job.job.kill()  # the watchdog would wait for a minute before it ends the process
     job.job.wait()
-    assert diagnosed(dumps) == [("missing", [1])]

@@ -138,6 +138,7 @@ def test_the_watcher_speaks_beside_torchs_watchdog(jobs: RecordedJobs, capture: 
         wait_told("end"); os._exit(0)
         """,
         RANKCALL_CAPTURE=capture,
+        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="100",  # else a minute, for the dumps of other ranks
     )
     waiting, missing = job.job.ranks
     job.job.wait_for("missing: Rank 1", 0)
