@@ -51,6 +51,14 @@ def headline(summary: Summary) -> Headline:
         return _blame(summary, summary.late)
     if summary.waiting_ms <= 0 or lost < _WORTH_IT:
         cost = f"Waiting cost each rank {percent(lost)} of the run."
+        sources = summary.sources
+        if sources.unknown > sources.host + sources.device:  # most ops may hide any waiting
+            return Headline(
+                "No rank is known to make the others wait.",
+                f"{plural(sources.unknown, 'op')} ran on devices at times that are not known. With "
+                "RANKCALL_DEVICE_TIMES=1, the devices' own times are recorded.",
+                False,
+            )
         return Headline("No rank makes the others wait.", cost, False)
     first = summary.stragglers[0]
     caused = f"{percent(first.share)} of {time(summary.waiting_ms)} of waiting"

@@ -27,6 +27,7 @@ from rankcall.record import FLAG_DEVICE
 from rankcall.report import json as json_report
 from rankcall.report import summary_text
 from rankcall.report.headline import headline
+from rankcall.ring.tables import Group
 from rankcall.run.load import load
 
 STEPS = 200
@@ -128,6 +129,17 @@ def test_a_slow_host_before_a_busy_device_keeps_nobody_waiting(tmp_path: Path) -
     assert summary.late is None
     assert summary.waiting_ms == pytest.approx(sum(true.waited_ms), rel=1e-3)
     assert headline(summary).text == "No rank makes the others wait."
+
+
+def test_one_call_on_the_cpu_does_not_tell_how_long_devices_wait(tmp_path: Path) -> None:
+    """The ranks meet once on the CPU, at the end. Of the calls on devices, no time is known."""
+    true = job((30.0, 30.0), (0.1, 2.1), timed=False)
+    at = round(true.over_ms * MS)
+    meeting = Group("1", 0, "gloo", "meeting", (0, 1))
+    calls = [*true.calls, *(Call(rank, 1, at, at + 1, group=meeting) for rank in (0, 1))]
+    summary = summary_of(tmp_path, replace(true, calls=calls))
+    assert (summary.sources.host, summary.sources.unknown) == (1, STEPS)
+    assert headline(summary).text == "No rank is known to make the others wait."
 
 
 def test_without_device_times_waiting_is_unknown(tmp_path: Path) -> None:
