@@ -51,7 +51,7 @@ def test_the_slow_stage_and_its_lines(tmp_path: Path) -> None:
     assert gap.usual_ms == pytest.approx(3.0)
     words = "rank 2: 15.0 ms between train.py:15 and :18, 20 times; others 3.00 ms"
     assert words in summary_text.render(details.summary, 100)
-    assert words.partition(";")[0] in render(details)
+    assert words.partition(";")[0].capitalize() in render(details)
     (row,) = json.loads(json_report.render(details.summary))["gaps"]
     assert (row["rank"], row["after"], row["before"]) == (2, "train.py:15", "train.py:18")
 
