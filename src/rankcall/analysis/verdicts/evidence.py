@@ -70,6 +70,7 @@ class HangEvidence:
     disagreements: list[Disagreement]
     cycles: list[Cycle]  # that no disagreement explains
     cases: list[Case]  # ranks that others wait for and that wait for no other rank
+    unseen: Bools  # by call: on a device at which its rank has not looked since it may be over
 
     @property
     def stuck(self) -> Wait | None:
@@ -117,6 +118,19 @@ class HangEvidence:
         if ends["flags"][0] & FLAG_DEVICE:
             least = max(least, float(self.snapshot.calls["noticed_s"][wait.rows].min()))
         return bool((ends["age_s"] >= least).all())
+
+    def may_be_held_elsewhere(self, wait: Wait) -> bool:
+        """Tell whether a rank's device may be in another call, which is the cause of this wait.
+
+        The rank has not looked since that call may be over, so that the call is not followed yet.
+        """
+        calls = self.snapshot.calls
+        rows = np.flatnonzero(self.unseen)
+        if not (self.snapshot.live and len(rows)):
+            return False
+        rows = rows[np.lexsort((calls["index"][rows], calls["rank"][rows]))]
+        _, first = np.unique(calls["rank"][rows], return_index=True)
+        return not _ends_of(calls, wait)[rows[first]].all()
 
     def is_alone_in(self, wait: Wait) -> bool:
         """Tell whether dumps show one rank in a collective that none of several members came to.
@@ -167,6 +181,7 @@ def hang_evidence(
     if hung.any():
         hung = in_flight & (lasted >= allowed * _BESIDE)
     may_be_over = np.zeros(len(calls), bool) if snapshot.dumped else _may_be_over(calls)
+    unseen = hung & may_be_over
     hung = (hung & ~may_be_over) | failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
     followed &= ~may_be_over | failed  # a rank may have left these, as its position says
@@ -195,7 +210,16 @@ def hang_evidence(
         cycles = [cycle for cycle in cycles if _is_cause(cycle, explained)]
         cases = culprit_cases(suspects, kinds)
     return HangEvidence(
-        snapshot, hang_after, in_flight, allowed, graph, exits, clashes, cycles, cases
+        snapshot,
+        hang_after,
+        in_flight,
+        allowed,
+        graph,
+        exits,
+        clashes,
+        cycles,
+        cases,
+        unseen,
     )
 
 

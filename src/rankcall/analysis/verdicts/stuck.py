@@ -46,7 +46,9 @@ class Stuck(Kind):
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield the longest wait on devices in which no rank is missing, if a call is overdue."""
         snapshot, wait = evidence.snapshot, evidence.stuck
-        if wait is None or not snapshot.calls["flags"][wait.rows[0]] & FLAG_DEVICE:
+        if wait is None or evidence.may_be_held_elsewhere(wait):
+            return
+        if not snapshot.calls["flags"][wait.rows[0]] & FLAG_DEVICE:
             return
         relation = _what_is_known(snapshot, wait)
         yield self.of_unended_call(evidence, wait, relation, _ADVICE[relation])

@@ -489,6 +489,38 @@ def test_messages_in_orders_that_do_not_fit(
     assert causes(diagnosed(tmp_path, calls)) == found
 
 
+@pytest.mark.parametrize(("looked", "found"), [((0, 2), []), ((0, 1, 2), [("deadlock", (1, 2))])])
+def test_nothing_is_stuck_while_a_rank_may_be_in_another_call(
+    tmp_path: Path, looked: tuple[int, ...], found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Rank 0 waits for rank 1, which with rank 2 is in a circle: its device is looked at last."""
+    orders = (
+        (("recv", 1),),
+        (("recv", 2), ("send", 2), ("send", 0)),
+        (("recv", 1), ("send", 1)),
+    )
+    calls = [
+        Call(
+            rank,
+            seq,
+            (seq * 4 + place) * MS,
+            (seq * 4 + place + 1) * MS if seq == 1 else None,
+            op,
+            group=group_of(3),
+            peer=peer,
+            api=op,
+            flags=FLAG_DEVICE,
+            thread=10,
+        )
+        for rank, order in enumerate(orders)
+        for seq in (1, 2)
+        for place, (op, peer) in enumerate(order)
+    ]
+    known = {rank: 20_000 * MS if rank in looked else 0 for rank in range(3)}
+    diagnosis = diagnose_calls(tmp_path, calls, devices_known=known, **SOON)
+    assert causes(diagnosis) == found
+
+
 @pytest.mark.parametrize("middle", [False, True])
 def test_orders_that_fit_in_a_ring_of_groups(tmp_path: Path, middle: bool) -> None:
     """Three pairs of three ranks: only a whole circle of orders that do not fit is a deadlock.
