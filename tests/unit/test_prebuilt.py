@@ -206,14 +206,18 @@ def test_neither_fits_nor_compiles(
 ) -> None:
     """Without a compiler, the error says both."""
     put(wheel, module, "fits", version="2.12.0")
+    assert _error_without_compiler(module, monkeypatch) == (
+        "there is no C++ compiler (tried $CXX, c++, g++, clang++); install one; "
+        "the wheel's libraries are for torch 2.12.0; this is 2.13.1"
+    )
+
+
+def _error_without_compiler(module: NativeModule, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(CaptureUnavailableError) as caught:
         module.load()
-    assert str(caught.value) == (
-        "there is no C++ compiler (tried $CXX, c++, g++, clang++); install one; "
-        "the wheel's libraries are for torch 2.12.0; this is 2.13.1"
-    )
+    return str(caught.value)
 
 
 def test_on_musl(wheel: Path, module: NativeModule, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +225,7 @@ def test_on_musl(wheel: Path, module: NativeModule, monkeypatch: pytest.MonkeyPa
     musl = SOABI.replace("linux-gnu", "linux-musl")
     put(wheel, module, "crashes", version=HERE.version)
     monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": musl}.get)
-    monkeypatch.setenv("CXX", "")
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(CaptureUnavailableError) as caught:
-        module.load()
-    assert str(caught.value) == (
+    assert _error_without_compiler(module, monkeypatch) == (
         "there is no C++ compiler (tried $CXX, c++, g++, clang++); install one; "
         f"the wheel's libraries are for {SOABI}; this Python is {musl}"
     )
