@@ -242,13 +242,17 @@ def take(seconds):
     "compilation": Planted(
         "compilation",
         """
+def long(x):
+    for _ in range(100):
+        x = (x.sin() + 1).cos()
+    return x
 def begin():
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))  # the first one imports for long
 def take(seconds):
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         torch._dynamo.reset()
-        torch.compile(lambda x: (x.sin() + 1).cos().exp(), backend="eager")(torch.ones(3))
+        torch.compile(long, backend="eager")(torch.ones(3))
 """,
     ),
     "sleep": Planted("", "def take(seconds): time.sleep(seconds)\n"),

@@ -84,6 +84,7 @@ class Moments:
         self._counters: dict[str, int] = {}
         self._before: _Moment | None = None
         self._late: _Late | None = None
+        self._seen_in_time: str | None = None  # by the last look, if it did not come late
         self._thread, self._number = 0, 0  # the kernel's id of a thread, and Python's
 
     def counters(self) -> dict[str, int]:
@@ -130,8 +131,12 @@ class Moments:
         # this moment it was queued is not known, so as much as of the time since the last look.
         queued = min(1.0, (trains.queued_ns - before.trains.queued_ns) / max(since_ns, 1))
         moved_ns = (late_ns - collected_late_ns) * (1.0 - queued)
-        if seen.doing and moved_ns < _LATE_NS:
+        # Code in C that holds the GIL makes a look late, also inside a checkpoint. If the look
+        # before came in time and showed the same, that is the best estimate of what was between.
+        in_time = moved_ns < _LATE_NS
+        if seen.doing and (in_time or seen.doing == self._seen_in_time):
             self._counters[f"{seen.doing}_ns"] += min(since_ns, _LONGEST_NS)
+        self._seen_in_time = seen.doing if in_time else None
         if late is not None:
             self._count_gil(late, now)
         # If the training thread ran meanwhile, or was about to, it may have held the GIL itself.

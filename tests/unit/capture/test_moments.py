@@ -77,8 +77,40 @@ def test_a_look_that_a_collection_or_a_run_queue_made_late(process: Process) -> 
     assert process.look(250, late=100, collected_late=90)["checkpoint_ns"] == 350
     process.trains[1] += 315  # of 350 ms, nine tenths: so of the 100 ms, it may have moved for 10
     assert process.look(250, late=100)["checkpoint_ns"] == 700
+    process.doing = "compilation"
     process.trains[1] += 175  # half of the time: it may have moved for 50 ms
-    assert process.look(250, late=100)["checkpoint_ns"] == 700
+    assert process.look(250, late=100)["compilation_ns"] == 0
+
+
+def test_a_late_look_that_shows_what_the_last_one_showed(process: Process) -> None:
+    """A phase whose code in C holds the GIL now and then is counted whole.
+
+    If the last look came late as well, or showed something else, it is not counted.
+    """
+    process.doing = "checkpoint"
+    assert process.look(250)["checkpoint_ns"] == 250
+    assert process.look(250, late=50)["checkpoint_ns"] == 550
+    assert process.look(250, late=50)["checkpoint_ns"] == 550
+    assert process.look(250)["checkpoint_ns"] == 800
+    process.doing = ""
+    process.look(250)
+    process.doing = "checkpoint"
+    assert process.look(250, late=50)["checkpoint_ns"] == 800
+
+
+def test_what_follows_a_held_gil_is_hardly_counted() -> None:
+    """A thread that holds the GIL for long, and then saves for a moment, does not seem to save."""
+    with pytest.MonkeyPatch.context() as patch:
+        process = Process(patch)
+        process.moments._random = random.Random(5)
+        process.look(0)
+        for _ in range(2000):  # steps of 400 ms: the first 300 in C, then 20 ms of a checkpoint
+            pause = int(process.moments.pause_s() * 1e3)
+            at = (process.now + pause) % 400
+            late = max(0, 300 - at)
+            process.doing = "checkpoint" if late > 0 or at < 320 else ""
+            counters = process.look(pause, late)
+        assert counters["checkpoint_ns"] / process.now < 0.15
 
 
 def test_without_frames_phases_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
