@@ -8,11 +8,11 @@ data in and the other's out, and add.
 
 ``nccl_native_added_us``: what recording adds to an all_reduce, on the thread that issues it.
 ``nccl_device_times_added_us``: what device times add to that. ``nccl_python_added_us``: what the
-Python capture adds. They are in processor time of that thread, because the threads of the simulated
-devices take the cores, which those of a GPU do not. ``nccl_native_async_added_us`` is the same with
-``async_op=True`` and a wait.
+Python capture adds. ``nccl_native_async_added_us`` is the same with ``async_op=True`` and a wait.
+The device is idle whenever a call is timed: a thread of a simulated device would take a core and
+locks from it, which no GPU does.
 
-Medians over the rounds. Needs a CUDA build of torch and no GPU.
+Medians over the rounds, and in each of them over its calls. Needs a CUDA build of torch and no GPU.
 """
 
 from __future__ import annotations
@@ -73,24 +73,37 @@ dist.destroy_process_group()
 
 # One rank: nothing is waited for, so what recording adds shows.
 RECORDING = """
-import json, os, time
+import json, os, statistics, time
 import torch, torch.distributed as dist
-from overhead import added_us, recording
+from overhead import recording
 torch.cuda.set_device(0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 tensor = torch.zeros(2, device="cuda")
 def in_stream(): dist.all_reduce(tensor)
 def on_its_own(): dist.all_reduce(tensor, async_op=True).wait()
-def added(call, capture, times="0", calls=1000):
+def of_a_call(call, calls=600):
+    taken = []
+    for _ in range(calls + 60):
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        call()
+        taken.append(time.perf_counter_ns() - begin)
+    return statistics.median(taken[60:]) / 1e3
+def added(call, capture, times="0"):
     os.environ["RANKCALL_DEVICE_TIMES"] = times
-    torch.cuda.synchronize()
-    return added_us(call, recording(capture), 15, calls, time.thread_time_ns)[0]
+    found = []
+    for _ in range(25):
+        before = of_a_call(call)
+        with recording(capture)():
+            during = of_a_call(call)
+        found.append(during - (before + of_a_call(call)) / 2)
+    return statistics.median(found)
 native = added(in_stream, "native")
 print(json.dumps({
     "nccl_native_added_us": round(native, 2),
     "nccl_native_async_added_us": round(added(on_its_own, "native"), 2),
     "nccl_device_times_added_us": round(added(in_stream, "native", "1") - native, 2),
-    "nccl_python_added_us": round(added(in_stream, "python", calls=200), 1),
+    "nccl_python_added_us": round(added(in_stream, "python"), 1),
 }), flush=True)
 dist.destroy_process_group()
 """

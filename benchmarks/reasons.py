@@ -451,7 +451,7 @@ def _job(name: str, planted: Planted, mode: str) -> dict[str, Any]:
         if mode == "hung":
             findings = json.loads((folder / HANGS).read_text())["findings"]
         else:
-            asked = [sys.executable, "-m", "rankcall", "diagnose", "--json"]
+            asked = [sys.executable, "-m", "rankcall", "diagnose", "--json", "rankcall-runs/latest"]
             done = subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=False)
             findings = json.loads(done.stdout)["findings"]
     facts = [fact for finding in findings for fact in finding["facts"]]

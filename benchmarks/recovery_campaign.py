@@ -21,6 +21,7 @@ store_host  SIGKILL to all processes of the node that hosts the store
 cut         the network of a node is down for longer than a call may take
 disk_full   the file system of a node is full while one of its ranks is killed
 loop        a rank raises an exception at the same step in each attempt
+forged      a process writes to the job's store that a rank is missing
 bad_node    SIGKILL to the rank of a node, which is barred for it
 ==========  ========================================================================
 
@@ -31,6 +32,7 @@ The campaign does what a scheduler does: it starts a launcher again that has end
 once the host of the store is gone. What must hold, each breach being a violation:
 
 * After each fault, the job takes a step that it had not taken before.
+* A verdict that no watcher has reached ends no attempt.
 * No process of an attempt lives when one of the next begins.
 * A launcher ends by itself only if its network or its store's host is gone, or with the others if
   the policy ends the job. The policy ends it only in a crash loop, and then names the right rank.
@@ -71,6 +73,7 @@ DISK_BYTES = 128 << 20  # of a node: room for what many attempts leave
 REPEATS, BARRED = 65, 69  # exit statuses of launchers
 _WITH_SPARE = 0.2  # the share of jobs in which nodes are barred: other faults are over sooner
 GENERATION = 100_000  # rendezvous of a job's store: more than any has
+FORGED = "forged_op"  # of the verdicts that a job's ``forge`` writes
 JOB = """
 import os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its launcher's handlers
@@ -100,6 +103,25 @@ def planted(kind):
         return False
     return True
 
+# Writes a verdict, as any process can that reaches the job's store.
+def forge(named):
+    from rankcall.analysis.verdicts.encoding import encode
+    from rankcall.analysis.verdicts.finding import Finding
+    from rankcall.analysis.verdicts.verdict import Origin, Verdict
+    from rankcall.packed_json import pack
+    from dataclasses import replace
+
+    prefix = f"rankcall/watch/{os.environ['TORCHELASTIC_RESTART_COUNT']}/"
+    store = torch.distributed.PrefixStore(prefix[:-1], dist._get_default_store())
+    number = 1 + (int(store.get("latest")) if store.check(["latest"]) else 0)
+    victims = tuple(other for other in range(dist.get_world_size()) if other != named)
+    finding = Finding("missing", (named,), victims=victims, op="forged_op")
+    finding = replace(finding, confidence="certain", stops=True)
+    verdict = Verdict("run", [finding], origin=Origin("x", "forger", 1, time.time_ns(), 1))
+    store.set(f"{number}/verdict", pack(encode(verdict)))
+    store.set(f"{number}/posts", "1")
+    store.add("bell", 1)
+
 # A process holds the lock of its attempt as long as it lives. The others ask who holds it, and do
 # not try to take it: two that try at once would meet each other.
 own = os.open(path(f"alive.{attempt}"), os.O_RDWR | os.O_CREAT)
@@ -127,6 +149,8 @@ if os.path.exists(path("checkpoint")):
 while step != last:
     if planted("hang"):
         time.sleep(10000)
+    if planted("forge"):
+        forge((rank + 1) % dist.get_world_size())
     if planted("raise"):
         raise ValueError(f"planted at step {step}")
     if os.path.exists(path(f"fault.loop.{rank}")):
@@ -494,6 +518,19 @@ class Fault:
             while True:
                 file.write(bytes(1 << 16))
         return self._kill(step, attempt, after)
+
+    def _forged(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
+        """Give the watchers a verdict of nobody's, and the time to act on it."""
+        job, planted = self._job, self._plant(f"forge.{self.ranks[0]}")
+        if not job.wait_for(lambda: not planted.exists(), RECOVER_S):
+            raise Violated(f"rank {self.ranks[0]} takes no step; {job.state()}")
+        until = time.monotonic() + 2 * self._hang_after
+        job.wait_for(lambda: time.monotonic() > until, 2 * self._hang_after + 1)
+        for place in job.places:
+            for noted in (place / "run").glob("recoveries/*.jsonl"):
+                if FORGED in noted.read_text():
+                    raise Violated(f"a forged verdict has ended an attempt: {noted.read_text()}")
+        return attempt - 1
 
     def _bad_node(self, step: int, attempt: int, after: contextlib.ExitStack) -> int:
         """Have a node barred; it is refused, and its place is taken. Then let it come back."""

@@ -89,11 +89,14 @@ def _page(folder: Path, pid: int, options: argparse.Namespace) -> dict[str, Any]
         look = live.look()
         sections(look, history)
         spent.append(time.process_time() - began)
+    shown, diagnosed = _findings(look), _diagnosed(run)
+    if shown != diagnosed:
+        print(f"the page says {shown}\nand diagnose {diagnosed}", file=sys.stderr)
     return {
         "first_paint_seconds": _first_paint(run),
         "update_cpu_seconds": round(median(spent), 3),
         "page_kib": round(len(text.encode()) / 1024, 1),
-        "verdict_equals_diagnose": _findings(look) == _diagnosed(run),
+        "verdict_equals_diagnose": shown == diagnosed,
     }
 
 
