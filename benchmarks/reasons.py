@@ -6,8 +6,10 @@ planted. ``recall``: of the jobs with a planted cause, the part that is right. `
 jobs in which another cause is named. ``structural_seconds_median``: from when the last
 rank has come to a call that cannot end, to the verdict, with a threshold of an hour.
 
-Causes that this machine cannot have are in ``skipped``, with the reason. ``peers`` has what py-spy
-shows of the late rank while it is late: a line, from which a person may guess the cause.
+Causes that this machine cannot have are in ``skipped``, with the reason. ``peers`` has what other
+tools say where they are installed. ``py-spy``, beside each job that hangs, shows a line of the late
+rank, from which a person may guess the cause. ``traceml`` (traceml-ai on PyPI) gives its diagnosis
+of a training loop that is instrumented for it, one for each cause.
 
 The planted causes take what they need from the machine: on one that others use as well, ranks wait
 for a CPU in all jobs, and then ``no_cpu`` may be true where another cause is planted. ``load`` says
@@ -37,7 +39,9 @@ JOB_S = 300.0  # a job that takes longer is broken
 HANGS = "rankcall-runs/latest/hangs/0001/verdict.json"
 CPU_CGROUP = Path("/sys/fs/cgroup/cpu")  # version 1; of version 2, the cgroup itself
 NAMED = ("late_because", "absent_because")
-_PY_SPY = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+_PY_SPY = shutil.which("py-spy", path=_PATH)
+_TRACEML = shutil.which("traceml", path=_PATH)
 
 # ``take`` makes its rank late by about so many s. It runs on rank 1 in each step, ``begin`` before.
 BEFORE = """
@@ -62,6 +66,29 @@ try:
             Path("late.pid").write_text(str(os.getpid()))
             take(0.25)
         dist.all_reduce(total)
+finally:
+    if is_late:
+        end()
+dist.destroy_process_group()
+"""
+# The same as a loop that TraceML can measure: it needs a loader, a backward and an optimizer.
+FOR_TRACEML = """
+import traceml_ai
+is_late = os.environ["RANK"] == "1"
+if is_late:
+    begin()
+dist.init_process_group("gloo")
+traceml_ai.init(mode="auto")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    for batch in torch.utils.data.DataLoader(torch.ones(160, 8), batch_size=4):
+        with traceml_ai.trace_step(model.module):
+            if is_late:
+                take(0.25)
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
 finally:
     if is_late:
         end()
@@ -295,6 +322,7 @@ class Figures:
     jobs: list[dict[str, Any]] = field(default_factory=list)
     structural_s: dict[str, list[float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    traceml: dict[str, str] = field(default_factory=dict)
 
 
 def main() -> int:
@@ -329,6 +357,8 @@ def main() -> int:
             figures.jobs.append(_job(name, planted, mode))
             if options.progress:
                 print(figures.jobs[-1], file=sys.stderr, flush=True)
+        if _TRACEML and "late" in modes and not planted.wrapper:
+            figures.traceml[name] = _traceml(planted)
     for name in ENDLESS if "structural" in wanted else ():
         for _ in range(options.rounds):
             seconds = _endless(name)
@@ -353,7 +383,7 @@ def _summary(figures: Figures, load: float) -> dict[str, Any]:
         "skipped": figures.skipped,
         "peers": {
             "py-spy": "beside each job" if _PY_SPY else "not installed",
-            "traceml": "not run: it measures loops that are instrumented for it, rank by rank",
+            "traceml": figures.traceml if _TRACEML else "not installed",
         },
         "by_job": figures.jobs,
     }
@@ -483,6 +513,25 @@ def _py_spy(pid: str) -> str:
         if main_thread and len(lines) > main_thread[0] + 1:
             return lines[main_thread[0] + 1].strip()
     return ""
+
+
+def _traceml(planted: Planted) -> str:
+    """Return what TraceML says of a job with this cause."""
+    with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
+        Path(folder, "job.py").write_text(BEFORE + planted.code + FOR_TRACEML)
+        done = subprocess.run(
+            [str(_TRACEML), "run", "--nproc-per-node", "2", "--logs-dir", "logs", "job.py"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": _PATH},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=JOB_S,
+        )
+        for summary in Path(folder).glob("logs/*/final_summary.json"):
+            diagnosis = json.loads(summary.read_text())["primary_diagnosis"]
+            return f"{diagnosis['kind']}: {diagnosis['summary']}"
+        return f"no summary: exit status {done.returncode}"
 
 
 def _endless(name: str) -> float:
