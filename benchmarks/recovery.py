@@ -194,6 +194,7 @@ def main() -> None:
         default=installed if installed.exists() else None,
         help="NVRx's program, in any environment",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
     parser.add_argument("--campaign", type=float, metavar="SECONDS", help="strike at random")
     parser.add_argument("--jobs", type=int, default=3, help="of the campaign, at the same time")
     parser.add_argument("--kinds", default="", help="of the campaign's faults; default: all")

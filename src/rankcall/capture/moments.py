@@ -85,6 +85,7 @@ class Moments:
         self._before: _Moment | None = None
         self._late: _Late | None = None
         self._seen_in_time: str | None = None  # by the last look, if it did not come late
+        self._unsure = "", 0  # what the last look showed, if the next one has to confirm it
         self._thread, self._number = 0, 0  # the kernel's id of a thread, and Python's
 
     def counters(self) -> dict[str, int]:
@@ -131,17 +132,28 @@ class Moments:
         # this moment it was queued is not known, so as much as of the time since the last look.
         queued = min(1.0, (trains.queued_ns - before.trains.queued_ns) / max(since_ns, 1))
         moved_ns = (late_ns - collected_late_ns) * (1.0 - queued)
-        # Code in C that holds the GIL makes a look late, also inside a checkpoint. If the look
-        # before came in time and showed the same, that is the best estimate of what was between.
-        in_time = moved_ns < _LATE_NS
-        if seen.doing and (in_time or seen.doing == self._seen_in_time):
-            self._counters[f"{seen.doing}_ns"] += min(since_ns, _LONGEST_NS)
-        self._seen_in_time = seen.doing if in_time else None
+        self._count_doing(seen.doing, since_ns, in_time=moved_ns < _LATE_NS)
         if late is not None:
             self._count_gil(late, now)
         # If the training thread ran meanwhile, or was about to, it may have held the GIL itself.
         late_ns -= sum(trains) - sum(before.trains)
         self._late = _Late(late_ns, since_ns, before)
+
+    def _count_doing(self, doing: str | None, since_ns: int, *, in_time: bool) -> None:
+        """Count a look, if it or one beside it came in time and shows this.
+
+        Code in C that holds the GIL makes a look late, also inside a checkpoint. Late looks alone
+        show nothing: they would all see what a thread does that has just let go of the GIL.
+        """
+        unsure, self._unsure = self._unsure, ("", 0)
+        if not doing:
+            pass
+        elif in_time or doing == self._seen_in_time:
+            before_ns = unsure[1] if in_time and unsure[0] == doing else 0
+            self._counters[f"{doing}_ns"] += min(since_ns, _LONGEST_NS) + before_ns
+        else:
+            self._unsure = doing, min(since_ns, _LONGEST_NS)
+        self._seen_in_time = doing if in_time else None
 
     def _count_gil(self, late: _Late, now: _Moment) -> None:
         """Count a look as one that waited for the GIL, if nothing else explains that it was late.

@@ -67,6 +67,9 @@ def test_a_look_that_comes_late_shows_no_phase(process: Process) -> None:
     """Unless a run queue made it late: what the thread does now is not what it did then."""
     process.doing = "data_loader"
     assert process.look(250, late=30)["data_loader_ns"] == 0
+    process.doing = ""
+    process.look(250)
+    process.doing = "data_loader"
     process.mine[1] += 30
     assert process.look(250, late=30)["data_loader_ns"] == 280
 
@@ -82,20 +85,25 @@ def test_a_look_that_a_collection_or_a_run_queue_made_late(process: Process) -> 
     assert process.look(250, late=100)["compilation_ns"] == 0
 
 
-def test_a_late_look_that_shows_what_the_last_one_showed(process: Process) -> None:
+def test_a_late_look_that_one_beside_it_confirms(process: Process) -> None:
     """A phase whose code in C holds the GIL now and then is counted whole.
 
-    If the last look came late as well, or showed something else, it is not counted.
+    Late looks are not counted if no look in time beside them shows the same.
     """
     process.doing = "checkpoint"
-    assert process.look(250)["checkpoint_ns"] == 250
-    assert process.look(250, late=50)["checkpoint_ns"] == 550
-    assert process.look(250, late=50)["checkpoint_ns"] == 550
-    assert process.look(250)["checkpoint_ns"] == 800
+    assert process.look(250, late=50)["checkpoint_ns"] == 0
+    assert process.look(250)["checkpoint_ns"] == 300 + 250
+    assert process.look(250, late=50)["checkpoint_ns"] == 850
+    assert process.look(250, late=50)["checkpoint_ns"] == 850
+    assert process.look(250, late=50)["checkpoint_ns"] == 850
+    assert process.look(250)["checkpoint_ns"] == 850 + 300 + 250
     process.doing = ""
     process.look(250)
     process.doing = "checkpoint"
-    assert process.look(250, late=50)["checkpoint_ns"] == 800
+    assert process.look(250, late=50)["checkpoint_ns"] == 1400
+    process.doing = "compilation"
+    counters = process.look(250)
+    assert (counters["checkpoint_ns"], counters["compilation_ns"]) == (1400, 250)
 
 
 def test_what_follows_a_held_gil_is_hardly_counted() -> None:
@@ -110,7 +118,7 @@ def test_what_follows_a_held_gil_is_hardly_counted() -> None:
             late = max(0, 300 - at)
             process.doing = "checkpoint" if late > 0 or at < 320 else ""
             counters = process.look(pause, late)
-        assert counters["checkpoint_ns"] / process.now < 0.15
+        assert counters["checkpoint_ns"] / process.now < 0.25
 
 
 def test_without_frames_phases_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
