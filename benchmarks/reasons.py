@@ -34,6 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+MULTIPROC = Path(__file__).resolve().parents[1] / "tests/multiproc"
+sys.path.insert(0, str(MULTIPROC))
 HANG_AFTER_S = 4.0
 JOB_S = 300.0  # a job that takes longer is broken
 HANGS = "rankcall-runs/latest/hangs/0001/verdict.json"
@@ -111,7 +113,7 @@ class Planted:
 
     cause: str
     code: str
-    wrapper: tuple[str, ...] = ()  # a command that runs the job
+    has_slow_line: bool = False  # two hosts, joined by a line with a delay; no rank is late
 
 
 PLANTED = {
@@ -215,11 +217,7 @@ def take(seconds):
     "slow network": Planted(
         "",
         "def take(seconds): pass\n",
-        (
-            *("unshare", "--net", "--map-root-user", "sh", "-c"),
-            'ip link set lo up && tc qdisc add dev lo root netem delay 20ms && exec "$@"',
-            "sh",
-        ),
+        has_slow_line=True,
     ),
     "sigstop": Planted(
         "stopped",
@@ -352,12 +350,12 @@ def main() -> int:
             figures.skipped[name] = why_not
             continue
         for mode in modes * options.rounds:
-            if planted.wrapper and mode == "hung":
+            if planted.has_slow_line and mode == "hung":
                 continue  # nobody is late
             figures.jobs.append(_job(name, planted, mode))
             if options.progress:
                 print(figures.jobs[-1], file=sys.stderr, flush=True)
-        if _TRACEML and "late" in modes and not planted.wrapper:
+        if _TRACEML and "late" in modes and not planted.has_slow_line:
             figures.traceml[name] = _traceml(planted)
     for name in ENDLESS if "structural" in wanted else ():
         for _ in range(options.rounds):
@@ -407,11 +405,8 @@ def _why_not(name: str) -> str:
     if name in ("disk", "page cache") and not _is_on_a_disk(Path(tempfile.gettempdir())):
         return "the folder of temporary files is in memory"
     if name == "slow network":
-        shaped = [*PLANTED[name].wrapper, "true"]
-        with contextlib.suppress(OSError):
-            tried = subprocess.run(shaped, capture_output=True, text=True, check=False, timeout=60)
-            return "" if tried.returncode == 0 else tried.stderr.strip()
-        return "no unshare"
+        has_all = os.geteuid() == 0 and os.path.exists("/dev/net/tun") and shutil.which("ip")
+        return "" if has_all else "hosts of its own need root, /dev/net/tun and the command ip"
     return ""
 
 
@@ -428,15 +423,13 @@ def _read(path: str) -> str:
 
 
 @contextlib.contextmanager
-def _running(
-    script: str, hang_after: float, wrapper: tuple[str, ...] = ()
-) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+def _running(script: str, hang_after: float) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """Run two ranks of a script; end them with the block."""
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as name:
         folder = Path(name)
         (folder / "job.py").write_text(script)
         options = ["--hang-after", str(hang_after), "--nproc-per-node", "2"]
-        command = [*wrapper, sys.executable, "-m", "rankcall", "run", *options, "job.py"]
+        command = [sys.executable, "-m", "rankcall", "run", *options, "job.py"]
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -460,6 +453,46 @@ def _running(
             reader.join(10)
 
 
+@contextlib.contextmanager
+def _over_a_line(script: str) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Run a rank of a script on each of two hosts, whose packets take 20 ms to the other one."""
+    from slowline import Line, address, joined  # type: ignore[import-not-found]
+
+    with (
+        tempfile.TemporaryDirectory(prefix="rankcall-bench-") as name,
+        contextlib.ExitStack() as end,
+    ):
+        folder = Path(name)
+        (folder / "job.py").write_text(script)
+        end.enter_context(joined(Line(delay_s=0.02, loss=0.0, bits_per_s=1e9), folder))
+        launchers = []
+        for node in (0, 1):
+            command = [sys.executable, "-m", "rankcall", "run", "--hang-after", str(HANG_AFTER_S)]
+            command += ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+            command += ["--master-addr", address(0), "--master-port", "29400", "job.py"]
+            enter = f"import os, slowline; slowline.enter({node}, {name!r}, 1500)"
+            launchers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", f"{enter}; os.execv({command[0]!r}, {command!r})"],
+                    cwd=folder,
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "GLOO_SOCKET_IFNAME": "line",
+                        "RANKCALL_HOST": f"node-{node}",
+                        "PYTHONPATH": str(MULTIPROC),
+                    },
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+            end.callback(launchers[-1].wait)
+            end.callback(launchers[-1].kill)
+        yield folder, launchers[0]
+        launchers[1].wait(JOB_S)
+
+
 def _keep(process: subprocess.Popen[str], file: Path) -> None:
     assert process.stderr is not None
     text = process.stderr.read()
@@ -472,7 +505,8 @@ def _job(name: str, planted: Planted, mode: str) -> dict[str, Any]:
     constants = f"MODE, HANGS = {mode!r}, {HANGS!r}\n"
     script = BEFORE + planted.code + constants + AFTER
     began, peer = time.monotonic(), ""
-    with _running(script, HANG_AFTER_S, planted.wrapper) as (folder, process):
+    ran = _over_a_line(script) if planted.has_slow_line else _running(script, HANG_AFTER_S)
+    with ran as (folder, process):
         late = folder / "late.pid"
         if mode == "hung" and _PY_SPY:
             _until(late.exists, process)
