@@ -12,7 +12,8 @@ from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.verdict import Kept
-from rankcall.errors import RankcallError
+from rankcall.errors import AuthenticationError, RankcallError
+from rankcall.job.sealing import job_secret
 from rankcall.problems import Problem
 from rankcall.recovery.policy import UNCLEAR, Failure, family_of, is_of_peer
 from rankcall.ring.layout import Header, read_header
@@ -113,13 +114,10 @@ def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
     and the exit statuses tell. A worker that ended before it recorded leaves its status alone.
     """
     headers = _headers(run_dir, attempt)
-    ended_ns = _first_end_ns(run_dir, attempt)
     kept = _new_verdict(run_dir, attempt)
-    if kept is not None:
-        finding, made_ns = kept.verdict.findings[0], kept.verdict.origin.epoch_ns
-        fault_ns = made_ns - int(finding.since_s * 1e9)
-        times = fault_ns, made_ns, ended_ns
-        return _cause(finding, attempt, headers, times, kept.folder.name)
+    if kept is not None and _is_trusted(attempt, headers):
+        return _cause_by(kept, run_dir, attempt, headers)
+    ended_ns = _first_end_ns(run_dir, attempt)
     fault_ns = ended_ns or attempt.noticed_ns
     recorded = _finding(run_dir) if headers else None
     finding = _by_status(attempt) if recorded is None else recorded
@@ -130,16 +128,21 @@ def cause_elsewhere(run_dir: Path, attempt: Attempt, kind: str) -> Cause:
     """Return why workers of this node were ended of which none has failed.
 
     The launcher ended them, so neither their exit statuses nor their records say who is at fault. A
-    verdict of all nodes does, if there is one.
+    verdict of all nodes does, if there is one. One that nothing on this node confirms counts only
+    if it names this node: its watchers may have no call that could confirm that.
 
     Args:
         run_dir: The run directory.
         attempt: The attempt.
         kind: What to call it without a verdict.
     """
-    if _new_verdict(run_dir, attempt) is not None:
-        return cause_of(run_dir, attempt)
-    progress = _progress(_headers(run_dir, attempt).values())
+    headers = _headers(run_dir, attempt)
+    kept = _new_verdict(run_dir, attempt)
+    if kept is not None:
+        is_named = any(rank in attempt.pids for rank in kept.verdict.findings[0].ranks)
+        if is_named or _is_trusted(attempt, headers):
+            return _cause_by(kept, run_dir, attempt, headers)
+    progress = _progress(headers.values())
     return Cause(Signature(kind), UNCLEAR, (), "", *progress, attempt.noticed_ns, 0, 0, "")
 
 
@@ -196,6 +199,25 @@ def _new_verdict(run_dir: Path, attempt: Attempt) -> Kept | None:
     return new[-1] if new else None
 
 
+def _is_trusted(attempt: Attempt, headers: Mapping[int, Header]) -> bool:
+    """Return whether a verdict of this attempt may be taken for the cause of its end.
+
+    The verdict of several nodes comes from the job's store. Without a secret, any process that
+    reaches the store can have written it, and this node's watchers act on it only if their own
+    rings confirm it. They count it then.
+    """
+    is_whole = not 0 < len(attempt.pids) < attempt.world_size
+    acted = any(header.verdicts or header.aborted_ns for header in headers.values())
+    return is_whole or acted or _has_secret()
+
+
+def _has_secret() -> bool:
+    try:
+        return job_secret() is not None
+    except AuthenticationError:
+        return False
+
+
 def _first_end_ns(run_dir: Path, attempt: Attempt) -> int:
     """Return when the first of this node's workers ended badly; 0 if no note says so."""
     ends = [
@@ -226,6 +248,14 @@ def _by_status(attempt: Attempt) -> Finding:
     workers = "A worker" if len(ranks) == 1 else f"{len(ranks)} workers"
     text = f"{workers} of this node ended with {how or 'an unknown status'}, without records."
     return Finding("dead", ranks, summary=text, call_site=how)
+
+
+def _cause_by(kept: Kept, run_dir: Path, attempt: Attempt, headers: Mapping[int, Header]) -> Cause:
+    """Return the cause that a verdict tells."""
+    finding, made_ns = kept.verdict.findings[0], kept.verdict.origin.epoch_ns
+    fault_ns = made_ns - int(finding.since_s * 1e9)
+    times = fault_ns, made_ns, _first_end_ns(run_dir, attempt)
+    return _cause(finding, attempt, headers, times, kept.folder.name)
 
 
 def _cause(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +11,39 @@ import pytest
 from diagnosing import SECOND, START_EPOCH_NS, THREE_ENDED, WORLD, unfinished
 from worlds import MS, write_world
 
-from rankcall.recovery.failures import Attempt, Cause, cause_of
+from rankcall.analysis.verdicts.encoding import encode
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.verdict import Origin, Verdict
+from rankcall.folders import run_folder
+from rankcall.job.sealing import SECRET
+from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
 from rankcall.recovery.policy import MACHINE, PROGRAM, UNCLEAR
 from rankcall.run.exits import Exit, note_exit
+from rankcall.run.hangs import fill
+from rankcall.run.paths import HANGS
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [10.0.0.3]:4411"
+
+
+MINE = Attempt({0: 1000, 1: 1001}, 4, "node-a", codes={0: 1, 1: 1})
 
 
 def seen_by_the_first_node(
     folder: Path, failures: dict[int, str], waiting: tuple[int, ...] = (0, 1)
 ) -> Cause:
-    """Return what node-a, with ranks 0 and 1 of four, takes for the cause of their end.
+    """Return what node-a, with ranks 0 and 1 of four, takes for the cause of their end."""
+    return cause_of(run_of_the_first_node(folder, failures, waiting), MINE)
 
-    ``waiting``: its ranks whose fourth call failed. It has no records of ranks 2 and 3.
+
+def run_of_the_first_node(
+    folder: Path,
+    failures: dict[int, str],
+    waiting: tuple[int, ...] = (0, 1),
+    aborted: tuple[int, ...] = (),
+) -> Path:
+    """Return the run of node-a, which has no records of ranks 2 and 3.
+
+    ``waiting``: its ranks whose fourth call failed. ``aborted``: those that their watchers ended.
     """
     last = [
         replace(call, end=2 * SECOND, status="failed")
@@ -29,12 +51,17 @@ def seen_by_the_first_node(
     ]
     mine = [call for call in THREE_ENDED if call.rank < 2]
     run = write_world(
-        folder / "run", [*mine, *last], world_size=4, closed=lambda rank: False, failures=failures
+        folder / "run",
+        [*mine, *last],
+        world_size=4,
+        closed=lambda rank: False,
+        failures=failures,
+        aborted=aborted,
     )
     for rank in (0, 1):
         ended_ns = START_EPOCH_NS + 3 * SECOND + rank
         note_exit(run, Exit(rank, 0, "node-a", 1000 + rank, 1, ended_ns))
-    return cause_of(run, Attempt({0: 1000, 1: 1001}, 4, "node-a", codes={0: 1, 1: 1}))
+    return run
 
 
 @pytest.mark.parametrize("failures", [{0: GONE, 1: GONE}, {0: GONE}, {1: GONE}])
@@ -61,3 +88,44 @@ def test_an_exception_instead_of_the_call(tmp_path: Path) -> None:
 def test_nothing_is_known_of_the_ends(tmp_path: Path) -> None:
     """Without an exception on record, it stays unclear what is at fault."""
     assert seen_by_the_first_node(tmp_path, {}).family == UNCLEAR
+
+
+def keep_from_the_store(run: Path, culprit: int) -> None:
+    """Keep a verdict that says of a rank that it is missing, as a watcher does that has read it."""
+    finding = Finding("missing", (culprit,), op="all_reduce", since_s=10.0)
+    verdict = Verdict(str(run), [finding], origin=Origin("x", "boot", 1, time.time_ns(), 4711))
+    fill(run_folder(run, HANGS) / "0001", encode(verdict), "")
+
+
+@pytest.mark.parametrize("look", [cause_of, lambda *of: cause_elsewhere(*of, "another_node")])
+@pytest.mark.parametrize("why", ["nothing", "secret", "acted", "whole job"])
+def test_a_verdict_that_this_node_has_not_confirmed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+    look: Callable[[Path, Attempt], Cause],
+) -> None:
+    """Any process may have written it to the store: it explains no later failure.
+
+    With the job's secret only ranks have written it, and a node whose watchers have ended a rank
+    had confirmed it. If all ranks are on this node, nothing came from a store.
+    """
+    if why == "secret":
+        monkeypatch.setenv(SECRET, "a secret of the tests")
+    run = run_of_the_first_node(
+        tmp_path, {0: GONE, 1: GONE}, aborted=(0,) if why == "acted" else ()
+    )
+    keep_from_the_store(run, 3)
+    cause = look(run, replace(MINE, world_size=2) if why == "whole job" else MINE)
+    assert (cause.verdict == "0001") == (why != "nothing")
+    if why == "nothing":
+        assert cause.signature.kind in ("missing", "dead", "another_node")
+        assert cause.culprits != (3,)
+
+
+def test_a_verdict_on_this_node_s_own_rank(tmp_path: Path) -> None:
+    """A node whose workers another node ended takes a verdict on itself: it may have to leave."""
+    run = run_of_the_first_node(tmp_path, {})
+    keep_from_the_store(run, 1)
+    assert cause_elsewhere(run, MINE, "another_node").culprits == (1,)
+    assert cause_of(run, MINE).verdict == ""
