@@ -652,6 +652,7 @@ def _run_job(seed: str, seconds: float, hang_after: float, kinds: Sequence[str])
             result.violations += job.finish()
         except Violated as violated:
             result.violations.append(f"{seed}: {violated}")
+            print(f"{seed} violated: {violated}", flush=True)
         finally:
             job.end_all()
         if result.violations:
