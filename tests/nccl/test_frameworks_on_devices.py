@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+import polars as pl
 import pytest
-from recorded_jobs import TIMED_OUT, RecordedJobs
+from recorded_jobs import TIMED_OUT, RecordedJobs, torch_version
 
 # Five steps of a model of two layers; `wrap` makes it parallel.
 TRAIN = """
@@ -86,14 +87,24 @@ def test_the_ops_of_frameworks_have_ends(jobs: RecordedJobs, capture: str, name:
     job = jobs.start(2, program, RANKCALL_CAPTURE=capture)
     for rank in range(2):
         job.job.wait_for("done", rank)
-    rows = job.wait_for(lambda rows: len(rows) and (rows["completed_ns"] > 0).all())
-    assert not rows["abandoned"].any()
+    rows = job.wait_for(lambda rows: len(rows) and _are_over(rows))
+    unknown = rows.filter("abandoned")
+    if torch_version() >= (2, 15):
+        # Its back end does not tell the end of a batch, and a pipeline's first messages are one.
+        in_a_batch = pl.col("op").is_in(["send", "recv"]) & (pl.col("index") < 7)
+        unknown = unknown.filter(~in_a_batch)
+    assert unknown.is_empty(), unknown
     for op, count in least.items():
         for rank in range(2):
             issued = rows.filter(op=op, rank=rank).height
             assert issued >= count, (op, rank, issued)
     job.tell("end")
     job.job.succeed()
+
+
+def _are_over(rows: pl.DataFrame) -> bool:
+    """Return whether each op has completed, or will have no end on record."""
+    return bool((rows["completed_ns"].is_not_null() | rows["abandoned"]).all())
 
 
 def test_a_graph_is_captured_and_replayed(jobs: RecordedJobs, capture: str) -> None:
