@@ -28,6 +28,9 @@ bad_node    SIGKILL to the rank of a node, which is barred for it
 ``bad_node`` strikes jobs with one node less than launchers (``--nnodes MIN:MAX --bar-after 1``):
 one launcher waits as a spare. Some jobs are of this kind, and no other fault strikes those.
 
+With ``CAMPAIGN_KEEP``, the folder of that name gets what the launchers of a job with a violation
+printed, its runs and rings, and, with py-spy, the stacks of its ranks.
+
 The campaign does what a scheduler does: it starts a launcher again that has ended, and all of them
 once the host of the store is gone. What must hold, each breach being a violation:
 
@@ -49,6 +52,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -69,7 +73,8 @@ MARK = "RANKCALL_CAMPAIGN"
 START_S, RECOVER_S, END_S = 300.0, 240.0, 300.0
 START_AGAIN_S = 1.0  # after which a scheduler starts a launcher again
 PORT = 29411  # each job has its own network
-DISK_BYTES = 128 << 20  # of a node: room for what many attempts leave
+# Of a node: room for what a hundred attempts leave. Rings that find none stay where they are.
+DISK_BYTES = 512 << 20
 REPEATS, BARRED = 65, 69  # exit statuses of launchers
 _WITH_SPARE = 0.2  # the share of jobs in which nodes are barred: other faults are over sooner
 GENERATION = 100_000  # rendezvous of a job's store: more than any has
@@ -653,6 +658,7 @@ def _run_job(seed: str, seconds: float, hang_after: float, kinds: Sequence[str])
         except Violated as violated:
             result.violations.append(f"{seed}: {violated}")
             print(f"{seed} violated: {violated}", flush=True)
+            _keep(job, seed)
         finally:
             job.end_all()
         if result.violations:
@@ -664,6 +670,27 @@ def _run_job(seed: str, seconds: float, hang_after: float, kinds: Sequence[str])
                 if kept:
                     Path(kept, f"{seed}.{output.name}").write_text(text)
     return result
+
+
+def _keep(job: Job, seed: str) -> None:
+    """Copy the runs, the rings and the stacks of a job that still stands where it should not."""
+    kept, py_spy = os.environ.get("CAMPAIGN_KEEP"), shutil.which("py-spy", path=str(BIN))
+    if not kept:
+        return
+    for place in job.places:
+        for name in ("run", "memory"):
+            with contextlib.suppress(OSError, shutil.Error):
+                shutil.copytree(place / name, Path(kept, seed, place.name, name), symlinks=True)
+    for rank in range(len(job.names)) if py_spy else ():
+        pid, _ = job.read(f"pid.{rank}") or (0, -1)
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            dumped = subprocess.run(
+                [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)],
+                capture_output=True,
+                timeout=60,
+                check=False,
+            )
+            Path(kept, seed, f"stacks-{rank}").write_bytes(dumped.stdout + dumped.stderr)
 
 
 def _strike(job: Job, seed: str, hang_after: float, kinds: Sequence[str], result: Result) -> None:
