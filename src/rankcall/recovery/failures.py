@@ -13,6 +13,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import AuthenticationError, RankcallError
+from rankcall.job.news import leaves_open
 from rankcall.job.sealing import job_secret
 from rankcall.problems import Problem
 from rankcall.recovery.policy import UNCLEAR, Failure, family_of, is_of_peer
@@ -115,7 +116,7 @@ def cause_of(run_dir: Path, attempt: Attempt) -> Cause:
     """
     headers = _headers(run_dir, attempt)
     kept = _new_verdict(run_dir, attempt)
-    if kept is not None and _is_trusted(attempt, headers):
+    if kept is not None and _is_trusted(run_dir, attempt, headers):
         return _cause_by(kept, run_dir, attempt, headers)
     ended_ns = _first_end_ns(run_dir, attempt)
     fault_ns = ended_ns or attempt.noticed_ns
@@ -140,7 +141,7 @@ def cause_elsewhere(run_dir: Path, attempt: Attempt, kind: str) -> Cause:
     kept = _new_verdict(run_dir, attempt)
     if kept is not None:
         is_named = any(rank in attempt.pids for rank in kept.verdict.findings[0].ranks)
-        if is_named or _is_trusted(attempt, headers):
+        if is_named or _is_trusted(run_dir, attempt, headers):
             return _cause_by(kept, run_dir, attempt, headers)
     progress = _progress(headers.values())
     return Cause(Signature(kind), UNCLEAR, (), "", *progress, attempt.noticed_ns, 0, 0, "")
@@ -191,24 +192,33 @@ def _new_verdict(run_dir: Path, attempt: Attempt) -> Kept | None:
     """Return the newest verdict about a hang of this attempt that did not pass; None without."""
     new = [
         kept
-        for kept in kept_in(run_dir)
-        if kept.verdict.origin.id not in attempt.known_verdicts
-        and kept.over_s is None
-        and kept.verdict.stops
+        for kept in _new_verdicts(run_dir, attempt)
+        if kept.over_s is None and kept.verdict.stops
     ]
     return new[-1] if new else None
 
 
-def _is_trusted(attempt: Attempt, headers: Mapping[int, Header]) -> bool:
-    """Return whether a verdict of this attempt may be taken for the cause of its end.
+def _new_verdicts(run_dir: Path, attempt: Attempt) -> list[Kept]:
+    known = attempt.known_verdicts
+    return [kept for kept in kept_in(run_dir) if kept.verdict.origin.id not in known]
+
+
+def _is_trusted(run_dir: Path, attempt: Attempt, headers: Mapping[int, Header]) -> bool:
+    """Return whether the newest verdict of this attempt may be taken for the cause of its end.
 
     The verdict of several nodes comes from the job's store. Without a secret, any process that
     reaches the store can have written it, and this node's watchers act on it only if their own
-    rings confirm it. They count it then.
+    rings confirm it. They count it then. So they have acted on all if they count as many as there
+    are; earlier ones may have been about hangs that passed.
     """
-    is_whole = not 0 < len(attempt.pids) < attempt.world_size
-    acted = any(header.verdicts or header.aborted_ns for header in headers.values())
-    return is_whole or acted or _has_secret()
+    if not 0 < len(attempt.pids) < attempt.world_size or _has_secret():
+        return True
+    to_act_on = [
+        kept
+        for kept in _new_verdicts(run_dir, attempt)
+        if kept.verdict.stops and not leaves_open(kept.verdict.findings)
+    ]
+    return sum(header.verdicts for header in headers.values()) >= max(1, len(to_act_on))
 
 
 def _has_secret() -> bool:

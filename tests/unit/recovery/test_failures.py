@@ -18,8 +18,9 @@ from rankcall.folders import run_folder
 from rankcall.job.sealing import SECRET
 from rankcall.recovery.failures import Attempt, Cause, cause_elsewhere, cause_of
 from rankcall.recovery.policy import MACHINE, PROGRAM, UNCLEAR
+from rankcall.ring.layout import offset_of
 from rankcall.run.exits import Exit, note_exit
-from rankcall.run.hangs import fill
+from rankcall.run.hangs import fill, note_over
 from rankcall.run.paths import HANGS
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [10.0.0.3]:4411"
@@ -39,11 +40,10 @@ def run_of_the_first_node(
     folder: Path,
     failures: dict[int, str],
     waiting: tuple[int, ...] = (0, 1),
-    aborted: tuple[int, ...] = (),
 ) -> Path:
     """Return the run of node-a, which has no records of ranks 2 and 3.
 
-    ``waiting``: its ranks whose fourth call failed. ``aborted``: those that their watchers ended.
+    ``waiting``: its ranks whose fourth call failed.
     """
     last = [
         replace(call, end=2 * SECOND, status="failed")
@@ -56,7 +56,6 @@ def run_of_the_first_node(
         world_size=4,
         closed=lambda rank: False,
         failures=failures,
-        aborted=aborted,
     )
     for rank in (0, 1):
         ended_ns = START_EPOCH_NS + 3 * SECOND + rank
@@ -90,15 +89,23 @@ def test_nothing_is_known_of_the_ends(tmp_path: Path) -> None:
     assert seen_by_the_first_node(tmp_path, {}).family == UNCLEAR
 
 
-def keep_from_the_store(run: Path, culprit: int) -> None:
+def keep_from_the_store(run: Path, culprit: int, name: str = "0001") -> None:
     """Keep a verdict that says of a rank that it is missing, as a watcher does that has read it."""
     finding = Finding("missing", (culprit,), op="all_reduce", since_s=10.0)
-    verdict = Verdict(str(run), [finding], origin=Origin("x", "boot", 1, time.time_ns(), 4711))
-    fill(run_folder(run, HANGS) / "0001", encode(verdict), "")
+    verdict = Verdict(str(run), [finding], origin=Origin(name, "boot", 1, time.time_ns(), 4711))
+    fill(run_folder(run, HANGS) / name, encode(verdict), "")
+
+
+def count_verdicts(run: Path, count: int) -> None:
+    """Have rank 0 say that it has acted on so many verdicts."""
+    (ring,) = (run / "rings").glob("rank-00000.*")
+    with ring.open("r+b") as file:
+        file.seek(offset_of("verdicts"))
+        file.write(count.to_bytes(8, "little"))
 
 
 @pytest.mark.parametrize("look", [cause_of, lambda *of: cause_elsewhere(*of, "another_node")])
-@pytest.mark.parametrize("why", ["nothing", "secret", "acted", "whole job"])
+@pytest.mark.parametrize("why", ["nothing", "secret", "acted", "acted before", "whole job"])
 def test_a_verdict_that_this_node_has_not_confirmed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -107,20 +114,22 @@ def test_a_verdict_that_this_node_has_not_confirmed(
 ) -> None:
     """Any process may have written it to the store: it explains no later failure.
 
-    With the job's secret only ranks have written it, and a node whose watchers have ended a rank
-    had confirmed it. If all ranks are on this node, nothing came from a store.
+    With the job's secret only ranks have written it, and a node whose watchers have acted on it had
+    confirmed it; not if they have acted on another one, about a hang that passed. If all ranks are
+    on this node, nothing came from a store.
     """
     if why == "secret":
         monkeypatch.setenv(SECRET, "a secret of the tests")
-    run = run_of_the_first_node(
-        tmp_path, {0: GONE, 1: GONE}, aborted=(0,) if why == "acted" else ()
-    )
+    run = run_of_the_first_node(tmp_path, {0: GONE, 1: GONE})
+    count_verdicts(run, 1 if why.startswith("acted") else 0)
+    if why == "acted before":
+        keep_from_the_store(run, 2, "0000")
+        note_over(run_folder(run, HANGS) / "0000", 7.0)
     keep_from_the_store(run, 3)
     cause = look(run, replace(MINE, world_size=2) if why == "whole job" else MINE)
-    assert (cause.verdict == "0001") == (why != "nothing")
-    if why == "nothing":
-        assert cause.signature.kind in ("missing", "dead", "another_node")
-        assert cause.culprits != (3,)
+    is_taken = why not in ("nothing", "acted before")
+    assert (cause.verdict == "0001") == is_taken
+    assert (cause.culprits == (3,)) == is_taken
 
 
 def test_a_verdict_on_this_node_s_own_rank(tmp_path: Path) -> None:
