@@ -436,6 +436,7 @@ class WaitGraph:
         if blind:
             for wait in waits:
                 _presume(wait, blind)
+            _without_earlier(waits)
         self.in_wait: dict[int, list[Wait]] = {}
         self.waits_for: dict[int, list[Wait]] = {}
         late = {rank for wait in waits if wait.behind for rank in wait.waiters}
@@ -488,6 +489,25 @@ def _presume(wait: Wait, blind: Collection[int]) -> None:
     if unseen and len(unseen) < len(wait.absent) and not wait.any_source:
         wait.absent = [rank for rank in wait.absent if rank not in blind]
         wait.presumed = unseen
+
+
+def _without_earlier(waits: Sequence[Wait]) -> None:
+    """Presume no rank in a collective whose group waits for it in an earlier one.
+
+    Ranks leave a collective at different times: if a host stops in the midst of one, some ranks are
+    in it for ever, and others already in the next, where they wait for the former.
+    """
+    first: dict[tuple[int, int], int] = {}
+    for wait in waits:
+        for rank in wait.absent if wait.channel is None else ():
+            first[wait.group, rank] = min(wait.seq, first.get((wait.group, rank), wait.seq))
+    for wait in waits:
+        if wait.channel is None:
+            wait.presumed = [
+                rank
+                for rank in wait.presumed
+                if first.get((wait.group, rank), wait.seq) >= wait.seq
+            ]
 
 
 Edges = Mapping[int, Sequence[int]]

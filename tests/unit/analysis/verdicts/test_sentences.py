@@ -156,6 +156,23 @@ def test_closed_connections_of_a_node_that_does_not_answer(tmp_path: Path) -> No
     assert [finding.kind for finding in find(snapshot, 60)] == ["missing"]
 
 
+@pytest.mark.parametrize("ahead", [(0,), (0, 1)])
+def test_a_node_that_stops_in_the_midst_of_a_call(tmp_path: Path, ahead: tuple[int, ...]) -> None:
+    """Some ranks have left the call, and wait in the next one for those that cannot leave it."""
+    known = range(3)
+    fourth = [
+        Call(rank, 4, 5 * MS, 6 * MS if rank in ahead else None, group=WORLD, line=7)
+        for rank in known
+    ]
+    fifth = [Call(rank, 5, 7 * MS, None, group=WORLD, line=8) for rank in ahead]
+    calls = [call for call in THREE_ENDED if call.rank in known]
+    snapshot = diagnose_calls(tmp_path, [*calls, *fourth, *fifth], states={}, world_size=4).snapshot
+    snapshot.ranks[3] = RankState(3, "node-b", 1003, blind=True, unheard=True)
+    (finding,) = find(snapshot, 5.0)
+    assert (finding.kind, finding.ranks, finding.seq) == ("missing", (3,), 4)
+    assert "does not answer" in finding.summary
+
+
 def test_closed_connections_of_ranks_without_records(tmp_path: Path) -> None:
     """Without answers, only a single rank without records can be the one that is gone."""
     for here, kind, ranks in ((2, "missing", (2, 3)), (3, "dead", (3,))):
