@@ -186,7 +186,7 @@ dist.destroy_process_group()
 """,
         RANKCALL_CAPTURE=capture,
     )
-    rows = job.wait_for(lambda rows: len(rows) == 120 and (rows["completed_ns"] > 0).all())
+    rows = job.wait_for(lambda rows: len(rows) == 120 and rows["completed_ns"].is_not_null().all())
     assert not rows["abandoned"].any()
     job.tell("end")
     job.job.succeed()

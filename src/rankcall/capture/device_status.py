@@ -14,13 +14,14 @@ ways what it has found:
   are issued, and it tells no starts.
 
 ProcessGroupNCCL returns no Work from a synchronous collective, and neither back end has a future
-for the ops of a coalescing block. These ops are not watched, and three rules tell that one is over:
+for the ops of a coalescing block. These ops are not watched, and four rules tell that one is over:
 
 * A synchronous collective runs in its caller's stream, and an op waits for the stream in which it
   is issued. So it is over once a watched op that was issued later in the same stream is.
 * The status has a number that only one op can have. A group counts collectives apart from sends and
   receives, so a number may belong to one of each. A number that was reached before the last look
   is not the one that is new.
+* A send or receive in a block is over once a collective of its group is that was issued later.
 * If it may be either of two ops, both of which are still waited for, what was issued up to the
   earlier of them is over: the group's ops use one communicator, which keeps their order.
 
@@ -163,6 +164,7 @@ class _Kind:
     newest_has_number: bool = False  # and needs no counting
     completed: int = NO_NUMBER  # the highest number that is known to have completed
     completed_before: int = NO_NUMBER  # the same at the last look
+    last_over: int = -1  # the newest record that is known to be over
 
     def add(self, op: _Op) -> None:
         self.met = True
@@ -228,6 +230,19 @@ class _Kind:
         """Note that an op is over."""
         op.ended = True
         self.completed = max(self.completed, op.number)
+        self.last_over = max(self.last_over, op.noted.record)
+
+    def end_uncounted(self, up_to: int) -> list[int]:
+        """End the ops up to a record that have no number of their own; return the records."""
+        over = [
+            op
+            for op in self.in_flight()
+            if not (op.has_own_number or op.noted.watched) and op.noted.record <= up_to
+        ]
+        for op in over:
+            self.end(op)
+        self.drop_ended()
+        return [op.noted.record for op in over]
 
     def drop_ended(self) -> None:
         """Forget the ops in front of the oldest one in flight."""
@@ -303,7 +318,7 @@ class _GroupOps:
                 self.collectives.end(op)
                 ended.append(op.noted.record)
         self.collectives.drop_ended()
-        return ended
+        return ended + self._end_blocks()
 
     def complete(self, status: GroupStatus) -> list[int]:
         """Return the records that end, given the group's status."""
@@ -325,7 +340,15 @@ class _GroupOps:
                     ended += kind.complete(NO_NUMBER, up_to=min(last, default=-1))
         for kind in kinds:
             kind.completed_before = kind.completed
-        return ended
+        return ended + self._end_blocks()
+
+    def _end_blocks(self) -> list[int]:
+        """End the messages in blocks that were issued before a collective that is over.
+
+        A block's messages use the communicator of the group, as its collectives do, which keeps
+        their order. A message by itself uses one that it has with its peer.
+        """
+        return self.p2p.end_uncounted(self.collectives.last_over)
 
     def starts(self, started: int) -> Iterator[tuple[int, int]]:
         """Yield records with what is new of their starts: 1 begun, 0 not begun, -1 not known.

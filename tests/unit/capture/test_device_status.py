@@ -132,6 +132,19 @@ def test_collectives_end_up_to_the_number_completed(bench: Bench) -> None:
     assert bench.look(13) == [(2, True), (3, True)]
 
 
+def test_messages_of_a_block_end_with_a_later_collective(bench: Bench) -> None:
+    """Blocks and collectives take turns, so the numbers of blocks are not found by counting."""
+    bench.enqueued = 2
+    bench.issue(0, p2p=True, block=0)
+    bench.issue(1, p2p=True, block=0)
+    bench.issue(2, 1)
+    bench.issue(3, p2p=True, block=3)
+    bench.issue(4, 2)
+    assert bench.look(0) == []
+    assert sorted(bench.look(1)) == [(0, True), (1, True), (2, True)]
+    assert sorted(bench.look(2)) == [(3, True), (4, True)]
+
+
 def test_an_op_that_never_completes_stays_in_flight(bench: Bench) -> None:
     """However often one looks: this is the hang that is to be found."""
     bench.issue(0, 1)
