@@ -67,6 +67,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rankcall.ring.layout import read_header
+from rankcall.ring.lock import try_lock
+
 BIN = Path(sys.executable).parent
 MARK = "RANKCALL_CAMPAIGN"
 # Deadlines: a busy machine starts slowly.
@@ -386,9 +389,9 @@ class Job:
         left = self.end_all()
         if left:
             yield f"{left} processes were left"
-        rings = [str(ring) for place in self.places for ring in (place / "memory").rglob("*.ring")]
+        rings = [ring for place in self.places for ring in (place / "memory").rglob("*.ring")]
         if rings:
-            yield f"rings were left: {rings}"
+            yield f"rings were left: {'; '.join(map(_about, rings))}"
         if not self._has_right_weights():
             yield "the weights are not those of a job without faults"
 
@@ -415,6 +418,17 @@ class Job:
         least, most = self.sizes
         is_over = is_over and all(least <= world <= most for world in saved["worlds"])
         return is_over and torch.equal(model["weight"], weight) and torch.equal(model["bias"], bias)
+
+
+def _about(ring: Path) -> str:
+    """Return what could have kept a ring from being moved."""
+    header, disk = read_header(ring), os.statvfs(ring)
+    with ring.open("rb") as file:
+        lock = "free" if try_lock(file.fileno()) else "held"
+    said = f"{ring}: lock {lock}, {disk.f_bavail * disk.f_frsize} bytes free on its disk"
+    if header is None:
+        return f"{said}, no header that can be read"
+    return f"{said}, closed at {header.closed_ns}, its process {header.process.liveness()}"
 
 
 class Fault:
@@ -654,7 +668,11 @@ def _run_job(seed: str, seconds: float, hang_after: float, kinds: Sequence[str])
                 _strike(job, f"{seed}.{number}", hang_after, kinds, result)
                 number += 1
                 time.sleep(chosen.random() / 2)
-            result.violations += job.finish()
+            unheld = list(job.finish())
+            result.violations += [f"{seed}: {violation}" for violation in unheld]
+            if unheld:
+                print(f"{seed} violated: {unheld}", flush=True)
+                _keep(job, seed)
         except Violated as violated:
             result.violations.append(f"{seed}: {violated}")
             print(f"{seed} violated: {violated}", flush=True)

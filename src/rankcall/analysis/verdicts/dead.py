@@ -86,11 +86,16 @@ class Dead(CulpritKind):
         copied = any(snapshot.ranks[rank].state == UNKNOWN for rank in ranks)
         marks = {"copied": copied, "early": early}
         values = tuple((name, "yes") for name, is_so in marks.items() if is_so)
+        said = Fact(Relation.ENDED_TOGETHER, ranks_of(snapshot, ranks), values=values)
+        absent = _without_records_here(snapshot) if early else []
+        if absent:
+            said = replace(said, others=ranks_of(snapshot, absent))
         yield self.finding(
-            ranks,
+            absent or ranks,
+            victims=tuple(ranks) if absent else (),
             hosts=hosts_of(snapshot, ranks),
-            confidence="possible" if copied else "likely",
-            said=[Fact(Relation.ENDED_TOGETHER, ranks_of(snapshot, ranks), values=values)],
+            confidence="possible" if copied or absent else "likely",
+            said=[said],
             shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN] if not early],
             live=snapshot.live,
             advice=_BEFORE_A_GROUP if early else _FROM_OUTSIDE,
@@ -175,6 +180,17 @@ def _failed(state: RankState) -> bool:
     """Tell whether a process ended with an error that nobody asked for."""
     asked = state.ended_by_launcher or state.aborted
     return state.exit not in (None, 0, *ASKED) and not asked and not is_interrupted(state)
+
+
+def _without_records_here(snapshot: Snapshot) -> list[int]:
+    """Return the ranks without records, if they belong to the hosts that have left some.
+
+    Nodes have as many ranks as each other. So if a whole node were missing, it would be at least as
+    many as the others have on average.
+    """
+    absent = [state.rank for state in snapshot.ranks if state.blind]
+    hosts = {state.host for state in snapshot.ranks if not state.blind}
+    return absent if len(absent) * len(hosts) < len(snapshot.ranks) - len(absent) else []
 
 
 def _closed_its_connections(snapshot: Snapshot, suspect: Suspect) -> bool:

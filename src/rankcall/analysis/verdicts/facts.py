@@ -41,7 +41,8 @@ class Relation(str, Enum):
     GONE = "gone"  # the process does not exist, and no end of it was noted
     ENDED_BADLY = "ended_badly"  # ended, each in another one of the ways above
     CONNECTIONS_CLOSED = "connections_closed"  # calls of others failed by that. values: why
-    ENDED_TOGETHER = "ended_together"  # and nobody noted how. values: copied, early
+    # And nobody noted how. others: the ranks that left no records. values: copied, early
+    ENDED_TOGETHER = "ended_together"
     STOPPED = "stopped"  # the kernel says that the process is stopped
     NO_PYTHON_THREAD = "no_python_thread"  # its only heartbeat, which needs the GIL, is so old
     NO_SIGN_OF_LIFE = "no_sign_of_life"  # its heartbeat, which needs no GIL, is so old

@@ -229,7 +229,11 @@ def _ended_together(facts: Sequence[Fact], live: bool) -> str:
         end = f"{end}, or still ran when these records were copied"
     if facts[0].value("early"):
         its = verbs_for(len(who(facts[0]).numbers), live).its
-        return f"{name_of(facts[0])} {end}, before {its} process group was made; nobody noted how."
+        end = f"{end}, before {its} process group was made; nobody noted how."
+        if facts[0].others is None:
+            return f"{name_of(facts[0])} {end}"
+        absent = begin_sentence(name_ranks(others_of(facts[0])))
+        return f"{absent} left no records. {name_of(facts[0])} {end}"
     return f"{name_of(facts[0])} {end}; nobody noted how, and none had waited for long."
 
 

@@ -48,13 +48,16 @@ def test_all_ended_before_their_group(tmp_path: Path) -> None:
     """Ranks that have never made a process group did not end well, unless they say so.
 
     A rank that fails before it imports torch leaves no records, and its launcher ends the others.
+    So it is named, and not they, unless it may be of a node of which there are no records at all.
     """
     gone = {0: "gone", 2: "gone"}
     diagnosis = diagnose_calls(tmp_path / "killed", [], ranks=(0, 2), states=gone)
-    assert causes(diagnosis) == [("dead", (0, 2))]
+    assert causes(diagnosis) == [("dead", (1,))]
     (finding,) = diagnosis.findings
-    assert finding.is_fault
+    assert (finding.is_fault, finding.victims) == (True, (0, 2))
     assert "before their process group was made; nobody noted how" in finding.summary
+    halves = {"ranks": (0, 1), "states": {0: "gone", 1: "gone"}, "world_size": 4}
+    assert causes(diagnose_calls(tmp_path / "one of two nodes", [], **halves)) == [("dead", (0, 1))]
     for name, options in {
         "closed": {"closed": (0, 2)},
         "ended": {"exits": dict.fromkeys((0, 2), (0, 60.0))},

@@ -226,9 +226,13 @@ def test_other_summaries() -> None:
     assert summary([copied]).startswith(
         f"R{NAMES[1:]} ended together, or still ran when these records were copied; nobody noted"
     )
-    early = replace(together[1], values=(("early", "yes"),))
+    early = replace(together[1], values=(("early", "yes"),), others=None)
     assert summary([early]) == (
         f"R{NAMES[1:]} ended together, before their process group was made; nobody noted how."
+    )
+    assert summary([replace(early, others=ONE)]) == (
+        f"R{NAME[1:]} left no records. R{NAMES[1:]} ended together, before their process group was "
+        "made; nobody noted how."
     )
     one, many = of(R.ENDED_FIRST, 2, error="DistNetworkError: Broken pipe")
     assert summary([one]) == (
