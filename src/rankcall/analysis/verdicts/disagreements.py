@@ -185,6 +185,10 @@ def _disagreement(
         unlike = {rank for side in sides[: None if is_tie else -1] for rank in side.ranks}
         if at_first is not None and unlike.issuperset(at_first.culprits):
             return at_first
+    answered = _answered_by_join(snapshot, mine, theirs, seq)
+    if answered is not None:
+        place = _at_line(calls, group, answered)
+        return replace(place, open=bool(stuck[rows].any()), in_join=_in_join(snapshot, place.sides))
     shift = shift_between(mine, theirs, seq)
     # Both sides make both calls, so only the order differs.
     swapped = (
@@ -224,6 +228,25 @@ def _in_join(snapshot: Snapshot, sides: Sequence[Side]) -> tuple[int, ...]:
     if len(inside) == len(sides):
         return ()
     return tuple(sorted(rank for side in inside for rank in side.ranks))
+
+
+def _answered_by_join(snapshot: Snapshot, mine: History, theirs: History, seq: int) -> int | None:
+    """Return where a rank's Join answered a call that the program of another one had made itself.
+
+    Messages of Joins are alike on all ranks. So if two of them differ, they have got out of step:
+    such an answer, of the same size, went through before.
+    """
+    if not _is_of_join(snapshot, mine[seq]) or not _is_of_join(snapshot, theirs[seq]):
+        return None
+    for before in sorted(mine.keys() & theirs.keys(), reverse=True):
+        pair = mine[before], theirs[before]
+        if before < seq and len({_is_of_join(snapshot, call) for call in pair}) == 2:
+            return before
+    return None
+
+
+def _is_of_join(snapshot: Snapshot, call: tuple[int, ...]) -> bool:
+    return snapshot.api(call[-1]) == JOIN
 
 
 def _first_unlike(snapshot: Snapshot, mine: History, theirs: History, before: int) -> int | None:

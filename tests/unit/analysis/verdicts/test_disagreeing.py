@@ -477,6 +477,38 @@ def test_a_rank_that_shadows_in_a_join(tmp_path: Path) -> None:
     assert 'on_exhausted="replay"' in finding.advice
 
 
+@pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
+def test_an_answer_of_a_join_that_went_through(tmp_path: Path, op: str) -> None:
+    """The program's own call is named, and not the later messages of the Joins, which differ.
+
+    It had the size of a Join's message. What a Join answered before, the calls of a model, was as
+    it should be.
+    """
+    calls = []
+    for seq in range(1, 9):
+        for rank in range(4):
+            shadows, is_own = rank == 0, seq == 8
+            calls.append(
+                Call(
+                    rank,
+                    seq,
+                    seq * MS,
+                    seq * MS + 1000,
+                    group=WORLD,
+                    line=36 if shadows else 30 if is_own else 38,
+                    bytes=4,
+                    api="Join" if shadows else "all_reduce" if is_own else "backward",
+                )
+            )
+    calls += unfinished(WORLD, 9, (0,), 9 * MS, op=op, line=36, bytes=8, api="Join")
+    calls += unfinished(WORLD, 9, (1, 2, 3), 9 * MS, line=38, bytes=4, api="Join")
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert (finding.kind, finding.ranks, finding.seq) == ("desync", (0,), 8)
+    assert "issued Join's all_reduce (train.py:36) as #8" in finding.summary
+    assert "against all_reduce (train.py:30) of ranks 1-3" in finding.summary
+    assert 'on_exhausted="replay"' in finding.advice
+
+
 def test_two_calls_at_one_line_are_told_apart(tmp_path: Path) -> None:
     """If a line issues both, as a framework's does, the functions that it called are named."""
     calls = [
