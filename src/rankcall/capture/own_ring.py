@@ -33,6 +33,7 @@ from rankcall.ring.writer import (
     create,
     create_locked,
     create_unnamed,
+    name_file,
     put,
     put_run_dir,
     set_identity,
@@ -200,13 +201,7 @@ class OwnRing:
         put_run_dir(self.map, run_dir)
         try:
             folder = _memory_folder(run_dir)
-            # The path is absolute: a descriptor only makes CPython call linkat, which follows.
-            os.link(
-                f"/proc/self/fd/{self._fd}",
-                self._file_in(folder, run_dir),
-                src_dir_fd=self._fd,
-                follow_symlinks=True,
-            )
+            name_file(self._fd, self._file_in(folder, run_dir))
         except OSError as error:
             self.path, self._why_in_memory = None, reason(error)
             return False

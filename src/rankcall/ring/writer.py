@@ -97,9 +97,31 @@ def create_locked(
 ) -> tuple[mmap.mmap, WriterLock]:
     """Make a ring file as ``create`` does, and lock it before its header can be read.
 
-    The caller keeps the lock for as long as it writes the ring. ``run_dir`` is written into the
-    header, so that a later command can move the ring there.
+    The file gets its name last: a process that is killed before leaves none, and nobody could tell
+    whose a ring without a header is. The caller keeps the lock for as long as it writes the ring.
+    ``run_dir`` is written into the header, so that a later command can move the ring there.
     """
+    try:
+        ring, fd, lock = create_unnamed(path.parent, identity, geometry)
+    except OSError:  # some file systems, such as NFS, have no files without a name
+        return _create_with_name(path, identity, geometry, run_dir)
+    try:
+        if run_dir is not None:
+            put_run_dir(ring, run_dir)
+        name_file(fd, path)
+    except OSError as error:
+        lock.release()
+        if isinstance(error, FileExistsError):
+            raise
+        return _create_with_name(path, identity, geometry, run_dir)
+    finally:
+        os.close(fd)
+    return ring, lock
+
+
+def _create_with_name(
+    path: Path, identity: Identity, geometry: Geometry, run_dir: Path | None
+) -> tuple[mmap.mmap, WriterLock]:
     fd = create_file(path)
     lock = WriterLock(fd)
     try:
@@ -117,13 +139,14 @@ def create_locked(
 def create_unnamed(
     folder: Path, identity: Identity, geometry: Geometry
 ) -> tuple[mmap.mmap, int, WriterLock]:
-    """Make a ring file without a name: it vanishes with its process, unless a name is linked to it.
+    """Make a ring file without a name: it vanishes with its process, unless ``name_file`` names it.
 
     Returns the memory map, the descriptor and the lock. Raises ``OSError`` if ``folder`` cannot
     hold such a file, or has no room for it.
     """
     fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     try:
+        os.fchmod(fd, 0o600)  # the umask may have taken bits away
         os.posix_fallocate(fd, 0, geometry.file_bytes)
         ring = mmap.mmap(fd, geometry.file_bytes)
     except OSError:
@@ -131,6 +154,12 @@ def create_unnamed(
         raise
     lock = WriterLock(fd)
     return _prepared(ring, identity, geometry, lock), fd, lock
+
+
+def name_file(fd: int, path: Path) -> None:
+    """Give a file without a name one. Raises ``OSError``, if it is taken or ``/proc`` is missing."""
+    # The path is absolute: a descriptor only makes CPython call linkat, which follows.
+    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
 
 
 def _prepared(
