@@ -157,7 +157,7 @@ def create_unnamed(
 
 
 def name_file(fd: int, path: Path) -> None:
-    """Give a file without a name one. Raises ``OSError``, if it is taken or ``/proc`` is missing."""
+    """Give a file without a name one. Raises ``OSError`` if it is taken, or without ``/proc``."""
     # The path is absolute: a descriptor only makes CPython call linkat, which follows.
     os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
 
