@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import shutil
 import sys
@@ -53,7 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Without a GPU, skip a test that needs one. Only such a test imports torch here."""
+    """Without a GPU, skip a test that needs one. Only such a test imports torch here.
+
+    A test with a longer timeout than most gets no dump of stacks before it. Such a dump reads the
+    frames of threads that run meanwhile, and has ended a fuzzer in the midst of a line.
+    """
+    timeout = item.get_closest_marker("timeout")
+    if timeout and timeout.args[0] > float(item.config.getini("faulthandler_timeout")):
+        faulthandler.cancel_dump_traceback_later()
     if item.get_closest_marker("gpu"):
         import torch
 
