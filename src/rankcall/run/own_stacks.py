@@ -52,31 +52,28 @@ _fd = 0
 
 
 def register_stack_dump(ring: mmap.mmap) -> None:
-    """Make this process dump its stacks on ``STACK_SIGNAL``, and write where into its ring.
-
-    The handler stays until the process ends: without it, a late signal would kill the process.
-    """
+    """Make this process dump its stacks on ``STACK_SIGNAL``, and write where into its ring."""
     global _fd
-    if not _fd:
-        try:
+    try:
+        if not _fd:
             _fd = os.memfd_create("rankcall-stacks")
             fcntl.fcntl(_fd, fcntl.F_SETFL, os.O_APPEND)
             _ignore_signal()
+        if _fd > 0:
             # Only the stack of the thread that gets the signal: walking the frames of a running
             # thread can crash.
             faulthandler.register(STACK_SIGNAL, _fd, all_threads=False, chain=False)
-        except (OSError, RuntimeError, AttributeError):
-            _fd = WITHOUT_STACKS
+    except (OSError, RuntimeError, AttributeError):
+        _fd = WITHOUT_STACKS
     put(ring, "stack_fd", _fd)
 
 
 def _ignore_signal() -> None:
-    """Have ``STACK_SIGNAL`` ignored from the moment at which the interpreter takes its handler out.
+    """Have ``STACK_SIGNAL`` ignored once ``faulthandler`` has taken its handler out.
 
-    At the end of a process, ``faulthandler`` restores what was there before its handler. That was
-    the default, which ends the process: a request for stacks that came then killed 12 of 60 ranks
-    that were ending well. ``signal.signal`` works in the main thread only, and the watcher may be
-    started in another one, so this is libc's.
+    It restores what was there before. That was the default, which ends the process: a request for
+    stacks that came then killed 12 of 60 ranks that were ending well. ``signal.signal`` works in
+    the main thread only, and the watcher may be started in another one, so this is libc's.
     """
     ignored = ctypes.CDLL(None, use_errno=True).signal
     ignored.argtypes, ignored.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -84,8 +81,14 @@ def _ignore_signal() -> None:
 
 
 def unregister_stack_dump(ring: mmap.mmap) -> None:
-    """Write into the ring that the process answers no more requests."""
+    """Answer no more requests, and write that into the ring.
+
+    The handler goes now, and not when the interpreter has ended all else: ``faulthandler`` frees
+    its memory then, and a thread that has just got the signal would read it (SIGSEGV).
+    """
     put(ring, "stack_fd", 0)
+    if _fd > 0:
+        faulthandler.unregister(STACK_SIGNAL)
 
 
 def request_stacks(
