@@ -15,7 +15,7 @@ from rankcall.analysis.verdicts import conclude, diagnose, find
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_of, stacks_beside
-from rankcall.analysis.verdicts.reasons import reasons_for_lateness
+from rankcall.analysis.verdicts.reasons import have_only_bad_luck, reasons_for_lateness
 from rankcall.run.load import Progress, Run
 
 
@@ -73,4 +73,6 @@ def _with_reasons(summary: Summary, snapshot: Snapshot) -> Summary:
     if summary.late is None:
         return summary
     reasons = reasons_for_lateness(snapshot, summary.late.ranks, summary.late.cost)
+    if not reasons and have_only_bad_luck(snapshot, summary.late):
+        return replace(summary, late=None)
     return replace(summary, late_because=tuple(reasons))

@@ -27,7 +27,11 @@ from rankcall.analysis.verdicts.facts import (
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate, less_sure
 from rankcall.analysis.verdicts.kind import Kind
-from rankcall.analysis.verdicts.reasons import advice_for, reasons_for_lateness
+from rankcall.analysis.verdicts.reasons import (
+    advice_for,
+    have_only_bad_luck,
+    reasons_for_lateness,
+)
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.verdicts.slow_link import LinkTimes, slow_links
 from rankcall.analysis.waiting import waits_of
@@ -57,8 +61,10 @@ class Straggler(Kind):
         snapshot, stragglers = recent.snapshot, late.stragglers
         if any(_is_due_to(link, stragglers) for link in slow_links(recent)):
             return
-        place = _place(snapshot, late)
         reasons = reasons_for_lateness(snapshot, stragglers.ranks, stragglers.cost)
+        if not reasons and not recent.is_cut and have_only_bad_luck(snapshot, stragglers):
+            return
+        place = _place(snapshot, late)
         site = both_lines(place.get("call_site", ""), place.get("user_line", ""))
         yield self.finding(
             stragglers.ranks,

@@ -7,9 +7,11 @@ import pytest
 
 from rankcall.analysis.snapshot import RankState, Snapshot, no_calls
 from rankcall.analysis.spent import LATELY, SINCE, SPENT, Spending
+from rankcall.analysis.stragglers import Stragglers
 from rankcall.analysis.verdicts.facts import Fact, Ranks, Relation
 from rankcall.analysis.verdicts.reasons import (
     advice_for,
+    have_only_bad_luck,
     reasons_for_absence,
     reasons_for_lateness,
 )
@@ -64,6 +66,25 @@ def test_what_all_tasks_of_the_cgroup_wait_for(cause: str) -> None:
     """It is not the cause of an absence: other ranks have it as well."""
     column = OF_THE_CGROUP[cause]
     assert reasons_for_absence(job(SINCE, {"rank": 2, column: 9.0}), [2]) == []
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "span_s", "expected"),
+    [
+        (2.0, 5.0, True),  # a fifth of its time, and it is late for two fifths
+        (1.9, 5.0, False),
+        (9.0, 9.9, True),
+        (9.0, 10.0, False),  # the scheduler would have chosen others, too
+        (NAN, 5.0, False),
+        (None, 5.0, False),
+    ],
+)
+def test_who_is_late_by_chance(waited_s: float | None, span_s: float, expected: bool) -> None:
+    """In a short job, a rank that waited for a CPU for half of its lateness is no straggler."""
+    found = Stragglers((2,), "", (1.0,), 0.9, 0.4, 1.0, None, 0, span_s, 0.0)
+    rows = [] if waited_s is None else [{"rank": 2, "runnable_s": waited_s}]
+    rows.append({"rank": 0, "runnable_s": 9.0})
+    assert have_only_bad_luck(job(LATELY, *rows), found) is expected
 
 
 @pytest.mark.parametrize("cause", CAUSES | OF_THE_CGROUP)
