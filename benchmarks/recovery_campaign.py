@@ -548,7 +548,8 @@ class Fault:
         for noted in job.folder.glob("disk-*/run/recoveries/*.jsonl"):
             for line in noted.read_text().splitlines():
                 # A node that only follows another one may have noted what the store said of it.
-                if FORGED in line and json.loads(line).get("rule") not in ("follows", "joined"):
+                end = json.loads(line).get("end", {})
+                if FORGED in line and end.get("rule") not in ("follows", "joined"):
                     raise Violated(f"a forged verdict was taken for a cause: {line}")
         return attempt - 1
 
