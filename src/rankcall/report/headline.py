@@ -65,8 +65,8 @@ def headline(summary: Summary) -> Headline:
     if (first.share or 0.0) >= _MOST_OF_IT:
         return Headline(
             f"The ranks wait for each other for {percent(lost)} of the run.",
-            begin_sentence(_who(first)) + f" caused {caused}, but in too few steps to call it a "
-            "straggler.",
+            begin_sentence(_who(first)) + f" caused {caused}, but not for long or not steadily "
+            "enough to call it a straggler.",
             False,
         )
     return Headline(

@@ -94,8 +94,9 @@ def reasons_for_lateness(snapshot: Snapshot, ranks: Sequence[int], late_share: f
 def have_only_bad_luck(snapshot: Snapshot, stragglers: Stragglers) -> bool:
     """Tell whether the scheduler may have chosen who is late, in a job that was over soon.
 
-    The ranks waited for a CPU for half of the time by which they were late, or for longer, and if
-    that is no reason, the others did so, too. A rank that sleeps or computes waits for none.
+    The ranks waited for a CPU for half of the time by which they were late, or for longer. It is
+    for the caller to see that ``reasons_for_lateness`` gives no reason: then the others waited as
+    well. A rank that is late because it sleeps waits for no CPU.
     """
     mine = _rows(snapshot, LATELY, stragglers.ranks)
     if stragglers.span_s >= _SHORT_S or len(mine) < len(stragglers.ranks):
