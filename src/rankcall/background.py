@@ -40,16 +40,20 @@ class BackgroundCall(Generic[T]):
         self._raised: list[BaseException] = []
         self._is_unwanted = False
         self._done = threading.Event()
-        thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
+        # Taken from here by the thread, and held nowhere else: once the caller hears that the call
+        # has ended, no frame of the thread may keep what the call used, a user's store for example.
+        self._to_make = [call]
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # the interpreter is ending, or there are too many threads
+            self._to_make.clear()
             self._raised.append(error)
             self._done.set()
 
-    def _run(self, call: Callable[[], T]) -> None:
+    def _run(self) -> None:
         try:
-            self._returned.append(call())
+            self._returned.append(self._to_make.pop()())
         except BaseException as error:
             self._raised.append(error)
         finally:

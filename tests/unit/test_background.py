@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -38,6 +39,21 @@ class Waits:
         """Wait for so long."""
         self.given.append(seconds)
         self.now += seconds
+
+
+def test_a_call_is_let_go_before_its_caller_hears_of_its_end() -> None:
+    """What the call used, a user's store for example, is freed when the caller lets go of it."""
+    begin, had_ended = threading.Event(), list[bool]()
+
+    def work() -> None:
+        assert begin.wait(LONG_S)
+
+    call = BackgroundCall(work, "test")
+    weakref.finalize(work, lambda: had_ended.append(call.ended(0)))
+    del work
+    begin.set()
+    assert call.ended(LONG_S)
+    assert had_ended == [False]
 
 
 def test_a_call_returns_or_raises() -> None:

@@ -98,7 +98,8 @@ def perform(
     """Run a protocol on a store; return what it returns, or raise what it raises.
 
     Args:
-        store: Any store. No reference to it is kept after the call, also if that fails.
+        store: Any store. No reference to it is kept after the call, also if that fails; only a
+            helper that was given up keeps it until the request that it makes is answered.
         timeout_s: How long the protocol's waits may take. The call ends ``BEYOND_S`` later at the
             latest (``Over.NEW``: when another thread abandons it).
         steps: The protocol.

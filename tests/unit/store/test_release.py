@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
+from world import wait_until
 
 from rankcall import store
 from rankcall.c10d import calls, location, own_connections
@@ -67,7 +68,34 @@ def test_a_store_is_let_go(kind: str, name: str, tmp_path: Path) -> None:
             CALLS[name](client)
     reference = weakref.ref(client)
     del client
-    assert reference() is None
+    wait_until(lambda: reference() is None)  # a helper that connects too slowly ends after its call
+
+
+class Slow(TCPStore):
+    """A store to which a connection takes longer than any call."""
+
+    def __init__(self, go_on: threading.Event) -> None:
+        super().__init__("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.go_on = go_on
+
+    def clone(self) -> Any:
+        """Connect when the test says so."""
+        assert self.go_on.wait(60)
+        return super().clone()  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_store_is_let_go_once_it_is_connected_to() -> None:
+    """A connection that takes longer than the call keeps the store only as long as it takes."""
+    go_on = threading.Event()
+    client = Slow(go_on)
+    with pytest.raises(RuntimeError):
+        store.synchronize(client, b"", 0, 2, "s", 0.1)
+    reference = weakref.ref(client)
+    del client
+    assert reference() is not None
+    go_on.set()
+    wait_until(lambda: reference() is None)
 
 
 def test_only_connections_to_that_store_are_shut_down() -> None:
