@@ -70,7 +70,12 @@ class _Connection(H11Protocol):
         self.peer = ""
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        try:
+            super().connection_made(transport)
+        except OSError:  # the system does not tell the addresses of this connection's ends
+            # asyncio would read from it all the same: without a place, and without a deadline.
+            transport.abort()
+            raise
         self.peer = _peer_of(self.client[0]) if self.client else ""
         self._deadline = self.loop.call_later(STRANGER_S, self.close)
         self._all.enter(self)

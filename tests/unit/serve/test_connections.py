@@ -20,8 +20,12 @@ from rankcall.testing.synthetic import synthetic_run
 pytest.importorskip("starlette", reason="needs rankcall[serve]")
 pytest.importorskip("uvicorn", reason="needs rankcall[serve]")
 
+import uvicorn
+from uvicorn.protocols.http import h11_impl
+from uvicorn.server import ServerState
+
 from rankcall.serve import connections
-from rankcall.serve.connections import _peer_of, _Places
+from rankcall.serve.connections import Connections, _peer_of, _Places
 
 # Holds as many connections as it can with what it is given to send, from many addresses. Each that
 # is closed is replaced at once, so the page never has rest.
@@ -221,3 +225,34 @@ def test_whose_address_it_is() -> None:
     assert _peer_of("10.0.0.1") == _peer_of("::ffff:10.0.0.1") != _peer_of("10.0.0.2")
     assert _peer_of("2001:db8::1") == _peer_of("2001:db8::ffff:2") != _peer_of("2001:db8:0:1::1")
     assert _peer_of("fe80::1%eth0") == _peer_of("fe80::2")
+
+
+def test_a_connection_without_addresses_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not be given a place, and would be read from without a deadline."""
+
+    def fail(transport: asyncio.Transport) -> None:
+        raise OSError(12, "no memory")
+
+    async def asked() -> None:
+        loop, said = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: said.append(context["exception"]))
+        config = uvicorn.Config(lambda: None)
+        config.load()
+        state = ServerState()
+        made = Connections().protocol()
+
+        def protocol() -> asyncio.Protocol:
+            return made(config=config, server_state=state, app_state={})
+
+        server = await loop.create_server(protocol, "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(1), DEADLINE_S) == b""
+            writer.close()
+        assert [error.errno for error in said] == [12]
+        assert not state.connections
+
+    monkeypatch.setattr(h11_impl, "get_local_addr", fail)
+    asyncio.run(asked())
