@@ -39,7 +39,8 @@ DEVICE = 1  # from the durations on the members' devices
 ISSUE = 2  # the host's time of the issue, but the op runs on a device, later: no one has come then
 UNKNOWN_SITE = CallSite("unknown", 0, "", "")
 
-BLOCKING = ("send", "send_object_list")  # of torch.distributed's functions
+# Functions that return only when their message is gone, or here. The others are waited for later.
+BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")
 
 # The op of a collective whose members issued different ones: nobody waits for others in it. The
 # names of a table's ops.

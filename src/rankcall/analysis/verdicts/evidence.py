@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.collectives import BLOCKING
 from rankcall.analysis.pace import usual_step_s
 from rankcall.analysis.snapshot import (
     COLLECTIVE,
@@ -33,7 +34,6 @@ from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements
 from rankcall.analysis.verdicts.ends import BEATS_S, Exits, exits_of
 from rankcall.analysis.verdicts.suspects import Case, Classifier, Suspects, culprit_cases
 from rankcall.analysis.verdicts.wait_graph import (
-    BLOCKING,
     Cycle,
     Wait,
     WaitGraph,

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rankcall.analysis.collectives import BLOCKING
 from rankcall.analysis.snapshot import (
     ALIVE,
     BLOCKS,
@@ -42,7 +43,7 @@ from rankcall.analysis.snapshot import (
 from rankcall.analysis.verdicts.disagreements import places_that_differ
 from rankcall.analysis.verdicts.ends import Exits, exits_of, has_failed
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.wait_graph import BLOCKING, Rows, Wait, cycles_in, waits_of
+from rankcall.analysis.verdicts.wait_graph import Rows, Wait, cycles_in, waits_of
 from rankcall.record import FLAG_DEVICE, OPS, SYNCHRONISING, TO_ROOT
 from rankcall.ring.tables import JOIN
 

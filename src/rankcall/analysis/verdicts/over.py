@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rankcall.analysis.collectives import BLOCKING
 from rankcall.analysis.pace import quiet_s
 from rankcall.analysis.snapshot import (
     ALIVE,
@@ -20,7 +21,6 @@ from rankcall.analysis.snapshot import (
     unfinished,
 )
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.wait_graph import BLOCKING
 
 
 def never_ended(snapshot: Snapshot, seconds: float) -> Bools:

@@ -18,7 +18,7 @@ import numpy as np
 
 from rankcall.analysis.arrivals import SYNC
 from rankcall.analysis.clocks import HostClock, RowClocks, align_messages
-from rankcall.analysis.collectives import CollectiveTable, present
+from rankcall.analysis.collectives import DEVICE, CollectiveTable, present
 from rankcall.analysis.snapshot import SEND, Snapshot
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
@@ -237,12 +237,19 @@ def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, lis
 
 
 def _messages(recent: RecentCalls) -> dict[tuple[int, int], dict[Key, list[float]]]:
-    """Return how long messages took once both ends had arrived, by pair and size class."""
+    """Return how long messages took once both ends had arrived, by pair and size class.
+
+    On the CPU, a receive ends when its caller has waited for it. Of one that was issued ahead
+    (``irecv``, ``batch_isend_irecv``), that tells when the caller was ready, and not how long the
+    message took.
+    """
     times_of: dict[tuple[int, int], dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
     for messages in recent.messages:
         columns = messages.columns
         both = (messages.sent >= 0) & (messages.received >= 0)
         both &= present(columns["completed"][messages.received])
+        is_exact = columns["blocking"] | (columns["source"] == DEVICE)
+        both &= is_exact[messages.received]
         send, recv = messages.sent[both], messages.received[both]
         came, ended = (
             align_messages(messages, name, recent.clocks) for name in ("arrival", "completed")

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.collectives import BLOCKING
 from rankcall.analysis.snapshot import (
     BLOCKS,
     COLLECTIVE,
@@ -42,8 +43,6 @@ _NEVER = np.iinfo(np.int64).max
 GOES_ON = 0.5
 _SYNCHRONISING = [OPS.index(name) for name in SYNCHRONISING]
 _FROM_ROOT = [OPS.index(name) for name in FROM_ROOT]
-# Functions that return only when their message is gone. The others are waited for later.
-BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")
 
 
 class Channel(NamedTuple):
