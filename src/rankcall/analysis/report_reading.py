@@ -73,6 +73,6 @@ def _with_reasons(summary: Summary, snapshot: Snapshot) -> Summary:
     if summary.late is None:
         return summary
     reasons = reasons_for_lateness(snapshot, summary.late.ranks, summary.late.cost)
-    if not reasons and have_only_bad_luck(snapshot, summary.late):
+    if have_only_bad_luck(snapshot, summary.late, reasons):
         return replace(summary, late=None)
     return replace(summary, late_because=tuple(reasons))

@@ -20,6 +20,7 @@ _LEAST_SEEN_S = 3.0  # the same of what is seen at two moments a second
 # On a machine with ten times as many busy threads as CPUs, the scheduler kept the same rank of a
 # healthy job back in 26 of 34 steps, for 5 s. In a longer time it is each rank's turn.
 _SHORT_S = 10.0
+_LEAST_WAIT = 0.05  # of its time: a rank that waits less for a CPU is no measure for others
 
 # The causes, that which is named first of several. A rank is throttled, or stopped, whatever it
 # does. A collection takes longer without a CPU, and a loader waits for a disk: the cause is that
@@ -91,18 +92,41 @@ def reasons_for_lateness(snapshot: Snapshot, ranks: Sequence[int], late_share: f
     return []
 
 
-def have_only_bad_luck(snapshot: Snapshot, stragglers: Stragglers) -> bool:
+def have_only_bad_luck(snapshot: Snapshot, stragglers: Stragglers, reasons: Sequence[Fact]) -> bool:
     """Tell whether the scheduler may have chosen who is late, in a job that was over soon.
 
-    The ranks waited for a CPU for half of the time by which they were late, or for longer. It is
-    for the caller to see that ``reasons_for_lateness`` gives no reason: then the others waited as
-    well. A rank that is late because it sleeps waits for no CPU.
+    The ranks waited for a CPU for half of the time by which they were late, or for longer. So did
+    the others: there is no reason for the lateness (``reasons_for_lateness``), or it is this wait,
+    and the others got a CPU no sooner whenever they needed one. A rank that is late because it
+    sleeps waits for no CPU.
     """
     mine = _rows(snapshot, LATELY, stragglers.ranks)
     if stragglers.span_s >= _SHORT_S or len(mine) < len(stragglers.ranks):
         return False
+    if {reason.value("cause") for reason in reasons} - {"no_cpu"}:
+        return False
     shares = mine["runnable_s"] / mine["seconds"]
-    return bool((shares >= _LEAST * stragglers.cost).all())  # not if one is NaN
+    if not (shares >= _LEAST * stragglers.cost).all():  # nor if one is NaN
+        return False
+    return not reasons or _all_lack_cpus(snapshot, stragglers.ranks)
+
+
+def _all_lack_cpus(snapshot: Snapshot, ranks: Sequence[int]) -> bool:
+    """Tell whether a rank that needs a CPU waits no longer for it if it is one of these ranks."""
+    mine = _rows(snapshot, LATELY, ranks)
+    others = _rows(snapshot, LATELY, sorted({state.rank for state in snapshot.ranks} - set(ranks)))
+    # A rank that hardly needs a CPU is no measure.
+    others = others[others["runnable_s"] >= _LEAST_WAIT * others["seconds"]]
+    if not len(others):
+        return False
+    waits, theirs = (rows["runnable_s"] / _needed_s(rows) for rows in (mine, others))
+    return bool(waits.max() <= np.median(theirs))
+
+
+def _needed_s(rows: Spent) -> Floats:
+    """Return for how long each rank needed a CPU: it had one, or waited for one."""
+    needed: Floats = rows["running_s"] + rows["runnable_s"]
+    return needed
 
 
 def _more(mine_s: Floats, mine: Spent, others_s: Floats, others: Spent) -> float:

@@ -62,7 +62,7 @@ class Straggler(Kind):
         if any(_is_due_to(link, stragglers) for link in slow_links(recent)):
             return
         reasons = reasons_for_lateness(snapshot, stragglers.ranks, stragglers.cost)
-        if not reasons and not recent.is_cut and have_only_bad_luck(snapshot, stragglers):
+        if not recent.is_cut and have_only_bad_luck(snapshot, stragglers, reasons):
             return
         place = _place(snapshot, late)
         site = both_lines(place.get("call_site", ""), place.get("user_line", ""))

@@ -84,7 +84,35 @@ def test_who_is_late_by_chance(waited_s: float | None, span_s: float, expected: 
     found = Stragglers((2,), "", (1.0,), 0.9, 0.4, 1.0, None, 0, span_s, 0.0)
     rows = [] if waited_s is None else [{"rank": 2, "runnable_s": waited_s}]
     rows.append({"rank": 0, "runnable_s": 9.0})
-    assert have_only_bad_luck(job(LATELY, *rows), found) is expected
+    assert have_only_bad_luck(job(LATELY, *rows), found, []) is expected
+
+
+@pytest.mark.parametrize(
+    ("of_rank_2", "of_rank_0", "expected"),
+    [
+        # Of a healthy job of two ranks, at a load of 14 on two cores: rank 2 needed a CPU for
+        # longer, and got it sooner than rank 0.
+        ((1.4, 1.7), (0.2, 0.4), True),
+        ((1.4, 3.0), (0.2, 0.4), False),  # rank 0 got one sooner
+        ((1.4, 1.7), (0.01, 0.1), False),  # rank 0 hardly needed one
+        ((1.4, 1.7), (NAN, NAN), False),
+        ((NAN, 1.7), (0.2, 0.4), False),
+    ],
+)
+def test_a_machine_that_is_short_of_cpus(
+    of_rank_2: tuple[float, float], of_rank_0: tuple[float, float], expected: bool
+) -> None:
+    """Who waits for a CPU no longer than others when it needs one was not kept back by others."""
+    found = Stragglers((2,), "", (1.0,), 0.9, 0.5, 1.0, None, 0, 3.2, 0.0)
+    late = job(
+        LATELY,
+        {"rank": 2, "seconds": 3.2, "running_s": of_rank_2[0], "runnable_s": of_rank_2[1]},
+        {"rank": 0, "seconds": 3.2, "running_s": of_rank_0[0], "runnable_s": of_rank_0[1]},
+    )
+    reason = Fact(Relation.LATE_BECAUSE, values=(("cause", "no_cpu"),))
+    assert have_only_bad_luck(late, found, [reason]) is expected
+    other = Fact(Relation.LATE_BECAUSE, values=(("cause", "gc"),))
+    assert not have_only_bad_luck(late, found, [other])
 
 
 @pytest.mark.parametrize("cause", CAUSES | OF_THE_CGROUP)
