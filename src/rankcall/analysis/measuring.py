@@ -48,14 +48,16 @@ class Measured:
     def spent_by_rank(self, rows: npt.NDArray[np.intp]) -> Iterator[tuple[int, float]]:
         """Yield how long each rank was in any of some ops, ns; leave out ranks that ended none."""
         if self.began.ndim == 2:
+            # Rank by rank: the rows of a large job do not fit into the processor's caches together.
             whole = len(rows) == self.began.shape[1]
-            began, ended = (
-                times if whole else times[:, rows] for times in (self.began, self.ended)
-            )
-            for row, rank in enumerate(self.ranks.tolist()):
-                here = present(ended[row])
-                if here.any():
-                    yield rank, _covered(began[row][here], ended[row][here])
+            for rank, began, ended in zip(self.ranks.tolist(), self.began, self.ended, strict=True):
+                if not whole:
+                    began, ended = began[rows], ended[rows]
+                here = present(ended)
+                if not here.all():
+                    began, ended = began[here], ended[here]
+                if len(ended):
+                    yield rank, _covered(began, ended)
             return
         rows = rows[present(self.ended[rows])]
         for rank in np.unique(self.ranks[rows]).tolist():
