@@ -112,7 +112,7 @@ def have_only_bad_luck(snapshot: Snapshot, stragglers: Stragglers, reasons: Sequ
 
 
 def _all_lack_cpus(snapshot: Snapshot, ranks: Sequence[int]) -> bool:
-    """Tell whether a rank that needs a CPU waits no longer for it if it is one of these ranks."""
+    """Tell whether the other ranks wait for a CPU as long as these, whenever they need one."""
     mine = _rows(snapshot, LATELY, ranks)
     others = _rows(snapshot, LATELY, sorted({state.rank for state in snapshot.ranks} - set(ranks)))
     # A rank that hardly needs a CPU is no measure.
