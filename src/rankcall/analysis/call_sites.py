@@ -69,7 +69,8 @@ class SiteTimes:
                 self._code.setdefault(site, code)
             durations = spent[rows]
             self._calls[which] = self._calls.get(which, 0) + len(durations)
-            ended = rows[~np.isnan(durations)]
+            is_known = ~np.isnan(durations)
+            ended = rows[is_known]
             begin, end = columns["started_ns"][ended], columns["completed_ns"][ended]
             if np.any(begin[1:] < begin[:-1]):
                 order = np.argsort(begin, kind="stable")
@@ -77,7 +78,7 @@ class SiteTimes:
             known = self._ranks.setdefault(which, {})
             calls, spent_ns = known.get(rank, (0, 0.0))
             known[rank] = calls + len(rows), spent_ns + covered(begin, end)
-            self._durations.setdefault(which, []).append(durations[~np.isnan(durations)])
+            self._durations.setdefault(which, []).append(durations[is_known])
 
     def rows(self) -> list[SiteRow]:
         """Return all sites, those that took most time first."""

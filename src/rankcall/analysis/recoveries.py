@@ -117,7 +117,7 @@ class FirstMoments:
         """Take a ring. One whose first records were overwritten tells nothing."""
         header, records = ring.header, ring.records
         self._last_ns = max(self._last_ns, header.last_sign_epoch_ns)
-        if ring.dropped or not len(records):
+        if not self._noted or ring.dropped or not len(records):
             return
         shift = header.anchor_epoch_ns - header.anchor_mono_ns
         calls = records["enqueued_ns"].astype(np.int64) + shift

@@ -85,9 +85,10 @@ def rank_share(rank: int, attempt: int, columns: Columns, finished: int) -> Rank
     if np.any(start[1:] < start[:-1]):
         order = np.argsort(start, kind="stable")
         start, end, step = start[order], end[order], step[order]
-    reach = np.maximum.accumulate(end)
-    busy = end - start
-    busy[1:] = end[1:] - np.maximum(start[1:], reach[:-1])
+    reach, busy = end, end - start
+    if np.any(start[1:] < end[:-1]) or np.any(end < start):
+        reach = np.maximum.accumulate(end)
+        busy[1:] = end[1:] - np.maximum(start[1:], reach[:-1])
     busy = np.maximum(busy, 0).astype(np.float64)
     span = float(reach[-1] - start[0])
     steps, shares, lasts = _by_step(start, reach, step, busy)
@@ -104,16 +105,27 @@ def _by_step(
     busy: Floats,
 ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
     """Cut at each new step; an op that runs over the cut counts to the step that issued it."""
-    # A thread that lags may record an older step again, but steps only go up.
-    step = np.maximum.accumulate(step)
-    first = np.concatenate([[0], np.flatnonzero(np.diff(step)) + 1])
+    first, reached = _steps_reached(step)
     if len(first) == 1:
-        return step[:0], busy[:0], busy[:0]
+        return reached[:0], busy[:0], busy[:0]
     inside = np.add.reduceat(busy, first)
     lasts = np.diff(np.concatenate([start[first], reach[-1:]])).astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.where(lasts > 0, np.minimum(inside / lasts, 1.0), 1.0)
-    return step[first], share, lasts
+    return reached, share, lasts
+
+
+def _steps_reached(step: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Ints]:
+    """Return the rows at which a rank came to a step, and those steps.
+
+    A thread that lags may record an older step again, but steps only go up.
+    """
+    change = np.diff(step)
+    if (change < 0).any():
+        step = np.maximum.accumulate(step)
+        change = np.diff(step)
+    first = np.concatenate([[0], np.flatnonzero(change) + 1])
+    return first, step[first]
 
 
 def share_of_all(shares: Sequence[RankShare]) -> float | None:
@@ -258,8 +270,7 @@ class _Moments:
 
 def _step_begins(columns: Columns) -> Ints:
     """Return when a rank issued the first op of each step."""
-    step = np.maximum.accumulate(columns["step"])
-    first = np.concatenate([[0], np.flatnonzero(np.diff(step)) + 1])
+    first, _ = _steps_reached(columns["step"])
     begins: Ints = columns["enqueued_ns"][first]
     return begins
 

@@ -95,8 +95,10 @@ class Stragglers:
 
 def turns_of(issued: Ints) -> Ints:
     """Return when a rank issued some of its calls, so that equally many lie between each two."""
-    at = np.linspace(0, len(issued), _SLICES + 1)[1:-1].astype(np.intp)
-    turns: Ints = np.sort(issued)[np.unique(at)] if len(issued) else issued
+    if np.any(issued[1:] < issued[:-1]):
+        issued = np.sort(issued)
+    at = np.arange(1, _SLICES) * len(issued) // _SLICES
+    turns: Ints = issued[at if len(issued) >= _SLICES else np.unique(at)] if len(issued) else issued
     return turns
 
 

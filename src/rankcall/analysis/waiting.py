@@ -105,9 +105,11 @@ def _in_collectives(table: CollectiveTable, clocks: Sequence[HostClock]) -> Ints
     for row, host in enumerate(table.hosts):
         came, ended = table.arrival[row], table.completed[row]
         counts = present(came) & (until != NEVER) & (~only_root | (table.root == row))
-        wait = np.maximum(until[counts] - clocks[host].align(came[counts]), 0)
+        # Most members come to all of them, and a mask would copy each column.
+        rows = slice(None) if counts.all() else counts
+        wait = np.maximum(until[rows] - clocks[host].align(came[rows]), 0)
         lasted = np.where(present(ended), np.maximum(ended - came, 0), np.iinfo(np.int64).max)
-        waited[row, counts] = np.minimum(wait, lasted[counts])
+        waited[row, rows] = np.minimum(wait, lasted[rows])
     return waited
 
 

@@ -8,6 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from rankcall.analysis.snapshot import COMPLETED
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in
@@ -18,7 +21,9 @@ from rankcall.job.sealing import job_secret
 from rankcall.problems import Problem
 from rankcall.recovery.policy import UNCLEAR, Failure, family_of, is_of_peer
 from rankcall.ring.layout import Header, read_header
+from rankcall.ring.reader import read_ring
 from rankcall.run.exits import read_exits
+from rankcall.run.hangs import kept_at_ns
 from rankcall.run.load import Run, load
 from rankcall.run.paths import ring_paths
 from rankcall.run.recoveries import AttemptEnd, Signature
@@ -26,6 +31,7 @@ from rankcall.run.recoveries import AttemptEnd, Signature
 # What differs between two failures of one kind: addresses, ports, sizes, times, file descriptors.
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _MOST_LINE = 200  # characters
+_NEWEST = 256  # calls of a rank, in which one is looked for that ended after a verdict
 
 
 @dataclass(frozen=True)
@@ -130,18 +136,21 @@ def cause_elsewhere(run_dir: Path, attempt: Attempt, kind: str) -> Cause:
 
     The launcher ended them, so neither their exit statuses nor their records say who is at fault. A
     verdict of all nodes does, if there is one. One that nothing on this node confirms counts only
-    if it names this node: its watchers may have no call that could confirm that.
+    if it names this node, whose watchers may have no call that could confirm that, and if its ranks
+    do not contradict it: those that it names held nobody up if they have ended later calls.
 
     Args:
         run_dir: The run directory.
         attempt: The attempt.
         kind: What to call it without a verdict.
     """
-    headers = _headers(run_dir, attempt)
+    rings = _rings(run_dir, attempt)
+    headers = {rank: header for rank, (_, header) in rings.items()}
     kept = _new_verdict(run_dir, attempt)
     if kept is not None:
-        is_named = any(rank in attempt.pids for rank in kept.verdict.findings[0].ranks)
-        if is_named or _is_trusted(run_dir, attempt, headers):
+        named = [rank for rank in kept.verdict.findings[0].ranks if rank in attempt.pids]
+        is_on_us = bool(named) and not _have_gone_on(kept, [rings.get(rank) for rank in named])
+        if is_on_us or _is_trusted(run_dir, attempt, headers):
             return _cause_by(kept, run_dir, attempt, headers)
     progress = _progress(headers.values())
     return Cause(Signature(kind), UNCLEAR, (), "", *progress, attempt.noticed_ns, 0, 0, "")
@@ -172,16 +181,24 @@ def cause_in(run: Run) -> Cause | None:
 
 
 def _headers(run_dir: Path, attempt: Attempt) -> dict[int, Header]:
-    """Return the headers of the rings of an attempt's workers, by rank; the newest of each.
+    return {rank: header for rank, (_, header) in _rings(run_dir, attempt).items()}
+
+
+def _rings(run_dir: Path, attempt: Attempt) -> dict[int, tuple[Path, Header]]:
+    """Return the rings of an attempt's workers with their headers, by rank; the newest of each.
 
     A pid is no key: containers that share a run may number their processes alike, and a worker that
     is a shell script has no ring, but a child of it has.
     """
     problems: list[Problem] = []
-    headers = [header for header in map(read_header, ring_paths(run_dir, problems)) if header]
+    rings = [
+        (path, header)
+        for path in ring_paths(run_dir, problems)
+        if (header := read_header(path)) is not None
+    ]
     return {
-        header.rank: header
-        for header in sorted(headers, key=lambda header: header.anchor_epoch_ns)
+        header.rank: (path, header)
+        for path, header in sorted(rings, key=lambda ring: ring[1].anchor_epoch_ns)
         if header.rank in attempt.pids
         and attempt.host in ("", header.host)
         and header.anchor_epoch_ns >= attempt.started_ns
@@ -219,6 +236,25 @@ def _is_trusted(run_dir: Path, attempt: Attempt, headers: Mapping[int, Header]) 
         if kept.verdict.stops and not leaves_open(kept.verdict.findings)
     ]
     return sum(header.verdicts for header in headers.values()) >= max(1, len(to_act_on))
+
+
+def _have_gone_on(kept: Kept, rings: Sequence[tuple[Path, Header] | None]) -> bool:
+    """Return whether each of these ranks issued a call after a verdict was kept, and ended it.
+
+    A call that failed does not count: a rank that wakes up when the others are gone has one.
+    """
+    try:
+        since_ns = kept_at_ns(kept.folder)
+        return all(ring is not None and _has_ended_call(*ring, since_ns) for ring in rings)
+    except (OSError, RankcallError):
+        return False
+
+
+def _has_ended_call(path: Path, header: Header, since_ns: int) -> bool:
+    calls = read_ring(path, newest=_NEWEST).records
+    since = since_ns - header.anchor_epoch_ns + header.anchor_mono_ns
+    issued = calls["enqueued_ns"].astype(np.int64)
+    return bool(np.any((issued > since) & (calls["status"] == COMPLETED)))
 
 
 def _has_secret() -> bool:

@@ -79,6 +79,11 @@ def read_over(folder: Path) -> float | None:
     return seconds if 0 <= seconds < _LONGEST_S else None
 
 
+def kept_at_ns(folder: Path) -> int:
+    """Return when this node kept a verdict, in ns since the epoch. Raises ``OSError``."""
+    return (folder / _VERDICT).stat().st_mtime_ns
+
+
 def _read(path: Path, most: int = _MOST_HANG_BYTES) -> bytes:
     with open_file(path) as file:
         return file.read(most)

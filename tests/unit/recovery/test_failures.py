@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -138,3 +139,26 @@ def test_a_verdict_on_this_node_s_own_rank(tmp_path: Path) -> None:
     keep_from_the_store(run, 1)
     assert cause_elsewhere(run, MINE, "another_node").culprits == (1,)
     assert cause_of(run, MINE).verdict == ""
+
+
+@pytest.mark.parametrize("status", ["completed", "failed", "before", "of another rank"])
+def test_a_verdict_on_a_rank_that_has_gone_on(tmp_path: Path, status: str) -> None:
+    """A later call that the named rank has ended contradicts a verdict that nobody confirmed.
+
+    One that failed does not: a rank that wakes up when the others are gone has such a call.
+    """
+    run = run_of_the_first_node(tmp_path, {})
+    late = replace(unfinished(WORLD, 5, (1,), 8 * SECOND, line=7)[0], end=9 * SECOND)
+    late = replace(late, status="failed" if status == "failed" else "completed")
+    rank = 0 if status == "of another rank" else 1
+    late = replace(late, rank=rank, life=1)
+    write_world(tmp_path / "later", [late], world_size=4, closed=lambda rank: False)
+    (ring,) = (tmp_path / "later" / "rings").iterdir()
+    ring.rename(run / "rings" / f"{ring.name[:-5]}-later.ring")
+    keep_from_the_store(run, 1)
+    life_ns = START_EPOCH_NS + 10**12
+    kept_ns = life_ns + (20 if status == "before" else 5) * SECOND
+    os.utime(run_folder(run, HANGS) / "0001" / "verdict.json", ns=(kept_ns, kept_ns))
+    cause = cause_elsewhere(run, MINE, "another_node")
+    is_taken = status != "completed"
+    assert (cause.verdict == "0001", cause.culprits == (1,)) == (is_taken, is_taken)
