@@ -73,6 +73,7 @@ def write_world(
     beats: dict[int, tuple[int, int]] | None = None,
     capacities: dict[int, int] | None = None,
     devices_known: dict[int, int] | None = None,
+    closed_at: dict[int, int] | None = None,
 ) -> Path:
     """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
 
@@ -80,7 +81,8 @@ def write_world(
     ``aborted`` have ended them. ``failures`` has the exceptions that ended ranks, ``beats`` the
     native and the Python heartbeat in ns after START, ``capacities`` the number of records
     that a rank's ring holds, if it is to overwrite some, and ``devices_known`` the time in ns after
-    START until which the ends on its devices are known. Without ``closed``, all are closed.
+    START until which the ends on its devices are known. Without ``closed``, all are closed, each
+    with its last record, but for those of ``closed_at``: ns after START.
     """
     (folder / "rings").mkdir(parents=True)
     by_ring: dict[tuple[int, int, int], list[Call]] = {(r, 0, 0): [] for r in ranks or ()}
@@ -102,6 +104,9 @@ def write_world(
         if rank in (devices_known or {}):
             known_ns = START + shift + (devices_known or {})[rank]
             _write_into(path, "devices_known_ns", known_ns.to_bytes(8, "little"))
+        if rank in (closed_at or {}):
+            closed_ns = START + shift + (closed_at or {})[rank]
+            _write_into(path, "closed_ns", closed_ns.to_bytes(8, "little"))
         if rank in (failures or {}):
             _write_into(path, "failure", (failures or {})[rank].encode())
         path.rename(path.with_suffix(f".{life}.ring"))

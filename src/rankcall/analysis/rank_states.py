@@ -125,6 +125,7 @@ def _running(rank: int, ring: SeenRing, ends: ProcessEnds, moment: int) -> RankS
         idle_s=(seen_ns - head.idle_ns) / _S if head.idle_ns else None,
         needs_gil=head.capture == "python",
         closed=head.closed_ns != 0,
+        closed_s=max(0.0, (moment - head.closed_ns) / _S) if head.closed_ns else None,
         leaving=head.left_ns != 0,
         failure=head.failure,
         told_s=ends.told_s(head, moment),

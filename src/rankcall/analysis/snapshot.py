@@ -99,6 +99,7 @@ class RankState:
     idle_s: float | None = None  # since its process has used hardly any CPU time
     needs_gil: bool = False  # only a Python thread can give a sign of life
     closed: bool = False  # it stopped recording itself, as at a normal exit
+    closed_s: float | None = None  # since then
     leaving: bool = False  # its program has ended; the process may still be closing down
     expects: str = ""  # the phase that it declared to take long, while that phase lasts
     waits_for_work: bool = False  # that phase may last for ever

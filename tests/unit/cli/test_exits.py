@@ -234,6 +234,33 @@ def test_ctrl_c_on_a_hang(tmp_path: Path, interrupted: tuple[int, ...], code: in
     assert causes(diagnosis) == [("missing", (2,))]
 
 
+@pytest.mark.parametrize(
+    ("closed_s", "told"),
+    [
+        (70.1, " had not come: it had issued nothing for 70 s. 3 ranks"),
+        (0.004, " had stopped recording, "),  # before the others came
+        (20.0, " had stopped recording, "),  # it may have come in the 50 s before its end
+    ],
+)
+def test_ctrl_c_closes_the_ring_of_a_missing_rank(
+    tmp_path: Path, closed_s: float, told: str
+) -> None:
+    """A rank that had recorded until its end had not come, and nobody doubts it."""
+    diagnosis = diagnose_calls(
+        tmp_path,
+        RANK_2_MISSING,
+        seconds=71,
+        states=GONE,
+        beats=dict.fromkeys(range(4), 70.0),
+        failures=dict.fromkeys(range(4), "KeyboardInterrupt"),
+        exits=dict.fromkeys(range(4), (-2, 70.2)),
+        closed_at={2: round(closed_s * SECOND)},
+    )
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.ranks) == ("missing", (2,))
+    assert told in finding.summary
+
+
 def test_one_rank_is_interrupted_in_a_sound_job(tmp_path: Path) -> None:
     """Without a hang, the one rank that was interrupted is why the others ended."""
     calls = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 69 * SECOND + 900 * MS, line=7)]

@@ -56,7 +56,7 @@ class Relation(str, Enum):
     # A rank that others wait for, and that runs.
     DOES_NOT_ANSWER = "does_not_answer"  # its node was asked, and has not answered
     LEFT_NO_RECORDS = "left_no_records"  # there is no ring, or no dump. values: kind
-    STOPPED_RECORDING = "stopped_recording"  # its ring was closed, and its process exists
+    STOPPED_RECORDING = "stopped_recording"  # its ring was closed long before its process ended
     STILL_IN = "still_in"  # its device has not left an earlier call
     # It issued the call so many s ago, its device has not started it, and the others' have.
     NOT_STARTED = "not_started"

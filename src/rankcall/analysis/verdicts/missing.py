@@ -35,6 +35,10 @@ from rankcall.analysis.verdicts.wait_graph import GOES_ON
 from rankcall.record import FLAG_DEVICE
 from rankcall.run.frames import LOADER, CodePlace, code_place
 
+# A process ends so soon after its ring was closed: Python closes down, and torch ends its threads.
+_ENDING_S = 10.0
+_APART_S = 1.0  # between two moments that hosts tell, whose order is to be known
+
 
 class Missing(CulpritKind):
     """A rank has not arrived, and no other kind says why."""
@@ -77,7 +81,7 @@ class Missing(CulpritKind):
         if first.blind:
             kind = "dump" if snapshot.dumped else "records"
             return Fact(Relation.LEFT_NO_RECORDS, ranks, values=(("kind", kind),))
-        if first.closed:
+        if first.closed and not all(_recorded_to_its_end(state, held_s) for state in states):
             return Fact(Relation.STOPPED_RECORDING, ranks)
         row = _call_on_device(snapshot, first.rank)
         if row is not None and not_started(snapshot.calls)[row]:
@@ -96,7 +100,8 @@ class Missing(CulpritKind):
         goes_on = quiet_for_s < GOES_ON * held_s and not (place.is_setup or place.inside == LOADER)
         if goes_on and row is not None:
             return Fact(Relation.GOES_ON, ranks, call_of(snapshot, row))
-        known_s = quiet_for_s if np.isfinite(quiet_for_s) else None
+        quiet_for_s -= snapshot.ranks[liveliest].closed_s or 0.0  # what came later is not recorded
+        known_s = max(0.0, quiet_for_s) if np.isfinite(quiet_for_s) else None
         return Fact(Relation.NOT_COME, ranks, values=place_of(place), number=known_s, unit="s")
 
     def reasons(self, snapshot: Snapshot, ranks: Sequence[int]) -> list[Fact]:
@@ -150,6 +155,19 @@ class Missing(CulpritKind):
         return (
             f"See what it does: rankcall diagnose --stacks, or py-spy dump --pid {first.pid}{on}."
         )
+
+
+def _recorded_to_its_end(state: RankState, held_s: float) -> bool:
+    """Return whether a rank that others waited for, ``held_s`` s, recorded until its process ended.
+
+    So it had not come until then: Ctrl-C ends a job that hangs, and closes all rings. A ring that
+    was closed long before the process ended tells nothing of the time between.
+    """
+    if not state.closed:
+        return True
+    if state.closed_s is None or state.state != GONE:
+        return False
+    return state.closed_s - (state.gone_s or 0.0) < _ENDING_S and state.closed_s < held_s - _APART_S
 
 
 def _call_on_device(snapshot: Snapshot, rank: int) -> int | None:
