@@ -219,8 +219,14 @@ def test_an_error_that_nobody_ended_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interrupted", [(0,), (3,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("code", [-2, 130, 1, None])
-def test_ctrl_c_on_a_hang(tmp_path: Path, interrupted: tuple[int, ...], code: int | None) -> None:
-    """A hang that a user ends by Ctrl-C is the hang's, not that of a rank which Python ended."""
+@pytest.mark.parametrize("in_python", [False, True])
+def test_ctrl_c_on_a_hang(
+    tmp_path: Path, interrupted: tuple[int, ...], code: int | None, in_python: bool
+) -> None:
+    """A hang that a user ends by Ctrl-C is the hang's, not that of a rank which Python ended.
+
+    A rank that waits in Python, as by ``work.is_completed()``, closes its ring when it ends.
+    """
     error = "KeyboardInterrupt: "
     diagnosis = diagnose_calls(
         tmp_path,
@@ -230,8 +236,10 @@ def test_ctrl_c_on_a_hang(tmp_path: Path, interrupted: tuple[int, ...], code: in
         beats=dict.fromkeys(range(4), 70.0),
         failures=dict.fromkeys(interrupted, error),
         exits=dict.fromkeys(interrupted, (code, 70.2)) if code is not None else {},
+        closed_at=dict.fromkeys(interrupted, 70 * SECOND) if in_python else {},
     )
     assert causes(diagnosis) == [("missing", (2,))]
+    assert diagnosis.findings[0].victims == (0, 1, 3)
 
 
 @pytest.mark.parametrize(

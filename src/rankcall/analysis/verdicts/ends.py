@@ -68,7 +68,7 @@ def exits_of(snapshot: Snapshot, victims: Collection[int], just_begun_s: float =
         just_begun_s: A call that has lasted longer hangs, if the job is interrupted then.
     """
     gone = [state for state in snapshot.ranks if state.state == GONE]
-    exits = Exits(left={state.rank for state in gone if _ended_well(state)})
+    exits = Exits(left={state.rank for state in gone if ended_well(state)})
     _note_bereft(exits, gone)
     not_own = exits.left | exits.bereft | set(victims)
     reasons = _Reasons(snapshot, gone, exits.left, just_begun_s)
@@ -226,7 +226,7 @@ def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:
     }
 
 
-def _ended_well(state: RankState) -> bool:
+def ended_well(state: RankState) -> bool:
     """Tell whether a process came to the end of its program, as far as is known.
 
     A ring that was closed before that is of a program that an exception ended, or that called

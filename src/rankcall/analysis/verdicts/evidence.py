@@ -31,7 +31,7 @@ from rankcall.analysis.snapshot import (
     unfinished,
 )
 from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements_in, off_by_n
-from rankcall.analysis.verdicts.ends import BEATS_S, Exits, exits_of
+from rankcall.analysis.verdicts.ends import BEATS_S, Exits, ended_well, exits_of
 from rankcall.analysis.verdicts.suspects import Case, Classifier, Suspects, culprit_cases
 from rankcall.analysis.verdicts.wait_graph import (
     Cycle,
@@ -371,9 +371,12 @@ def _ends_of(calls: Calls, wait: Wait) -> Bools:
 
 
 def _left_behind(snapshot: Snapshot) -> Bools:
-    """Return which calls are of ranks that ended well: no rank waits for their ends any more."""
-    closed = np.array([state.closed or state.exit == 0 for state in snapshot.ranks], bool)
-    left_behind: Bools = closed[snapshot.calls["rank"]]
+    """Return which calls are of ranks that ended well: no rank waits for their ends any more.
+
+    A rank that Ctrl-C ended closed its ring as well, and had waited until then.
+    """
+    well = np.array([ended_well(state) for state in snapshot.ranks], bool)
+    left_behind: Bools = well[snapshot.calls["rank"]]
     return left_behind
 
 
