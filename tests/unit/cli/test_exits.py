@@ -243,6 +243,35 @@ def test_ctrl_c_on_a_hang(
 
 
 @pytest.mark.parametrize(
+    ("error", "seconds", "closed_s", "told"),
+    [
+        ("KeyboardInterrupt", 18, None, []),
+        ("KeyboardInterrupt", 18, 17.5, []),
+        ("KeyboardInterrupt", 71, None, [("missing", (2,))]),
+        ("KeyboardInterrupt", 18, 0.1, [("dead", (2,))]),  # before the others had waited for long
+        ("ValueError: no such sample: 17", 18, None, [("dead", (2,))]),
+    ],
+)
+def test_a_watcher_while_ctrl_c_ends_a_hang(
+    tmp_path: Path,
+    error: str,
+    seconds: int,
+    closed_s: float | None,
+    told: list[tuple[str, tuple[int, ...]]],
+) -> None:
+    """The rank that is not in C++ ends first. That is not why the others had waited for so long."""
+    diagnosis = diagnose_calls(
+        tmp_path,
+        RANK_2_MISSING,
+        seconds=seconds,
+        states={},
+        failures={2: error},
+        closed_at={} if closed_s is None else {2: round(closed_s * SECOND)},
+    )
+    assert causes(diagnosis) == told
+
+
+@pytest.mark.parametrize(
     ("closed_s", "told"),
     [
         (70.1, " had not come: it had issued nothing for 70 s. 3 ranks"),

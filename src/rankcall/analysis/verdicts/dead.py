@@ -41,7 +41,7 @@ class Dead(CulpritKind):
 
         One whose program an exception has ended may take for ever to close down.
         """
-        if has_failed(suspect.state):
+        if has_failed(suspect.state) and suspect.rank not in suspects.exits.in_hang:
             return "certain"
         if suspect.rank not in suspects.exits.own:
             if suspect.rank in suspects.exits.before and suspect.state.vanished:

@@ -52,6 +52,8 @@ class Exits:
 
     own: set[int] = field(default_factory=set)  # of a signal or an error of their own
     left: set[int] = field(default_factory=set)  # they ended well
+    # Ctrl-C ended them, or still does, when a call had hung: not their ends held the job up.
+    in_hang: set[int] = field(default_factory=set)
     first_s: float | None = None  # since the first of ``own`` ended
     together: set[int] = field(default_factory=set)  # ended at the same time, without a note of how
     # Their errors say that a process at the other end was gone, and ``before`` ended before them.
@@ -72,6 +74,7 @@ def exits_of(snapshot: Snapshot, victims: Collection[int], just_begun_s: float =
     _note_bereft(exits, gone)
     not_own = exits.left | exits.bereft | set(victims)
     reasons = _Reasons(snapshot, gone, exits.left, just_begun_s)
+    exits.in_hang = {state.rank for state in snapshot.ranks if reasons.interrupts_hang(state)}
     exits.own = {
         state.rank for state in gone if state.rank not in not_own and reasons.is_own(state)
     }
@@ -99,6 +102,8 @@ class _Reasons:
     ) -> None:
         self._snapshot = snapshot
         self._just_begun_s = just_begun_s
+        calls = snapshot.calls
+        self._open_ages_s = calls["age_s"][unfinished(calls) | failed_for_good(calls)]
         ends = sorted(ended_ago_s(state) for state in gone if state.rank not in left)
         self._first_s = ends[-1] if ends else 0.0
         self._first_is_alone = len(ends) < 2 or ends[-1] - ends[-2] > _AT_ONCE_S
@@ -118,7 +123,7 @@ class _Reasons:
         if state.aborted or state.ended_by_launcher or self._ended_with_stopped(state):
             return False
         if is_interrupted(state):
-            return self._interrupted == 1 and not self._hung_at(ago_s)
+            return self._interrupted == 1 and not self.interrupts_hang(state)
         if state.exit is None:
             is_first = state.silent_s > self._last_sign_s + BEATS_S
             return bool(state.failure) or self._snapshot.live or is_first
@@ -136,11 +141,15 @@ class _Reasons:
         after = bisect.bisect_right(ends, ago_s - _TOGETHER_S)
         return after < len(ends) and ends[after] < ago_s + _TOGETHER_S
 
-    def _hung_at(self, seconds: float) -> bool:
-        """Tell whether a call had lasted for long, so many seconds ago, and has not ended well."""
-        calls = self._snapshot.calls
-        open_calls = calls[unfinished(calls) | failed_for_good(calls)]
-        return bool(np.any(open_calls["age_s"] - seconds > self._just_begun_s))
+    def interrupts_hang(self, state: RankState) -> bool:
+        """Tell whether Ctrl-C ended a process when a call had lasted for long, and did not end.
+
+        One that still closes down has just begun to, unless it closed its ring before.
+        """
+        if not is_interrupted(state):
+            return False
+        ended_s = ended_ago_s(state) if state.closed_s is None else state.closed_s
+        return bool(np.any(self._open_ages_s - ended_s > self._just_begun_s))
 
 
 def _note_bereft(exits: Exits, gone: Sequence[RankState]) -> None:
