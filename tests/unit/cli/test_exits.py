@@ -243,6 +243,39 @@ def test_ctrl_c_on_a_hang(
 
 
 @pytest.mark.parametrize(
+    ("code", "sound"),
+    [
+        *((code, []) for code in (-1, -2, -3, -15, 129, 130, 131, 143)),  # the user's, or asked for
+        *((code, ["dead"]) for code in (-10, -12, -24, 138)),  # Slurm's
+    ],
+)
+def test_a_signal_to_all_ranks(tmp_path: Path, code: int, sound: list[str]) -> None:
+    """Who ends a whole job that hangs is not why it hung; the terminal may be closed, too."""
+    late = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 69 * SECOND + 900 * MS, line=7)]
+    killed = {"states": GONE, "beats": dict.fromkeys(range(4), 70.0)}
+    exits = {rank: (code, 70.2 + rank / 1000) for rank in range(4)}
+    for calls, kinds in ((RANK_2_MISSING, ["missing"]), (late, sound)):
+        folder = tmp_path / str(calls is late)
+        diagnosis = diagnose_calls(folder, calls, seconds=71, exits=exits, **killed)
+        assert [kind for kind, _ in causes(diagnosis)] == kinds
+        assert calls is late or diagnosis.findings[0].ranks == (2,)
+
+
+@pytest.mark.parametrize("code", [-6, -9, -11, 1])
+def test_faults_of_all_ranks_after_a_hang(tmp_path: Path, code: int) -> None:
+    """What the programs did themselves is told, and what a machine out of memory does."""
+    diagnosis = diagnose_calls(
+        tmp_path,
+        RANK_2_MISSING,
+        seconds=71,
+        states=GONE,
+        beats=dict.fromkeys(range(4), 70.0),
+        exits=dict.fromkeys(range(4), (code, 70.2)),
+    )
+    assert causes(diagnosis) == [("dead", (0, 1, 2, 3))]
+
+
+@pytest.mark.parametrize(
     ("error", "seconds", "closed_s", "told"),
     [
         ("KeyboardInterrupt", 18, None, []),

@@ -26,7 +26,13 @@ _BEFORE_A_GROUP = (
     "launchers end the others, which wait for it."
 )
 # Signals that come from outside. Other ends come of the call that the process was in.
-_SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+_SENT_FROM_OUTSIDE = (
+    -signal.SIGKILL,
+    -signal.SIGTERM,
+    -signal.SIGINT,
+    -signal.SIGHUP,
+    -signal.SIGQUIT,
+)
 
 
 class Dead(CulpritKind):

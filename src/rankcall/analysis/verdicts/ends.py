@@ -9,7 +9,9 @@ several nodes those may be the first to end, for example on a node that is preem
 from __future__ import annotations
 
 import bisect
+import math
 import re
+import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -27,9 +29,25 @@ from rankcall.analysis.snapshot import (
 )
 
 # Exit codes of processes that a launcher or a person ended: the signal, or 128 + n.
-ASKED = (-2, -15, 130, 143)
+ASKED = (-1, -2, -3, -15, 129, 130, 131, 143)
 _KILLED = (-9, 137)
-_INTERRUPTED = (-2, 130)  # Ctrl-C
+# A terminal sends these to all processes of its job: it was closed, Ctrl-C, Ctrl-backslash.
+_INTERRUPTED = (-1, -2, -3, 129, 130, 131)
+# A process sends itself these, or the kernel does, for a fault of its program. SIGKILL may be the
+# kernel's as well, which is out of memory, and a machine that is has slow ranks before.
+_NOT_SENT = frozenset(
+    (
+        signal.SIGILL,
+        signal.SIGTRAP,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGKILL,
+        signal.SIGSEGV,
+        signal.SIGPIPE,
+        signal.SIGSYS,
+    )
+)
 # How torch, sockets and rankcall say that the process at the other end is gone.
 _PEER_GONE = re.compile(
     r"Broken pipe|reset by peer|closed by peer|Connection (was likely )?closed|StoreLostError"
@@ -61,19 +79,27 @@ class Exits:
     before: set[int] = field(default_factory=set)
 
 
-def exits_of(snapshot: Snapshot, victims: Collection[int], just_begun_s: float = 0.0) -> Exits:
+def exits_of(
+    snapshot: Snapshot,
+    victims: Collection[int],
+    just_begun_s: float = 0.0,
+    hang_after: float = math.inf,
+) -> Exits:
     """Sort the ranks that are gone by the reason.
 
     Args:
         snapshot: Where the ranks stand.
         victims: A collective failed on these ranks, so the error that ended them is not their own.
         just_begun_s: A call that has lasted longer hangs, if the job is interrupted then.
+        hang_after: One that has lasted longer hangs, if all ranks are killed then.
     """
     gone = [state for state in snapshot.ranks if state.state == GONE]
     exits = Exits(left={state.rank for state in gone if ended_well(state)})
     _note_bereft(exits, gone)
     not_own = exits.left | exits.bereft | set(victims)
     reasons = _Reasons(snapshot, gone, exits.left, just_begun_s)
+    if reasons.all_were_sent_one_signal and reasons.hung_before(hang_after):
+        return exits  # whoever ended the whole job ended a hang
     exits.in_hang = {state.rank for state in snapshot.ranks if reasons.interrupts_hang(state)}
     exits.own = {
         state.rank for state in gone if state.rank not in not_own and reasons.is_own(state)
@@ -116,6 +142,13 @@ class _Reasons:
             (ended_ago_s(state) for state in gone if state.failure), default=0.0
         )
         self._interrupted = sum(map(is_interrupted, gone))
+        signals = {_signal_of(state) for state in snapshot.ranks if state.rank not in left}
+        self.all_were_sent_one_signal = (
+            len(ends) > 1
+            and len(signals) == 1
+            and not signals <= {0, *_NOT_SENT}
+            and ends[-1] - ends[0] < _TOGETHER_S
+        )
 
     def is_own(self, state: RankState) -> bool:
         """Tell whether a process that did not end well ended by a signal or error of its own."""
@@ -151,6 +184,10 @@ class _Reasons:
         ended_s = ended_ago_s(state) if state.closed_s is None else state.closed_s
         return bool(np.any(self._open_ages_s - ended_s > self._just_begun_s))
 
+    def hung_before(self, seconds: float) -> bool:
+        """Tell whether a call had lasted for so long before the first end, and did not end."""
+        return bool(np.any(self._open_ages_s - self._first_s > seconds))
+
 
 def _note_bereft(exits: Exits, gone: Sequence[RankState]) -> None:
     """Note the ranks that ended because a process at the other end was gone, and which it was.
@@ -185,8 +222,14 @@ def ended_before(first: RankState, other: RankState) -> bool:
     return ended_ago_s(first) - ended_ago_s(other) > (_AT_ONCE_S if is_exact else BEATS_S)
 
 
+def _signal_of(state: RankState) -> int:
+    """Return the signal that ended a process; 0 if none did, as far as is known."""
+    code = state.exit or 0
+    return -code if code < 0 else max(0, code - 128)
+
+
 def is_interrupted(state: RankState) -> bool:
-    """Tell whether Ctrl-C ended a process."""
+    """Tell whether Ctrl-C ended a process, or another signal of its terminal."""
     return state.exit in _INTERRUPTED or state.failure.startswith("KeyboardInterrupt")
 
 

@@ -191,7 +191,7 @@ def hang_evidence(
     blind = {state.rank for state in snapshot.ranks if state.blind and state.state != GONE}
     graph = WaitGraph(waits_of(snapshot, followed, hung), blind)
     victims = {int(rank) for rank in calls["rank"][failed]}
-    exits = exits_of(snapshot, victims, _just_begun_s(snapshot, hang_after))
+    exits = exits_of(snapshot, victims, _just_begun_s(snapshot, hang_after), hang_after)
     clashes = [
         clash
         for clash in disagreements_in(snapshot, in_flight | failed)
