@@ -207,6 +207,26 @@ def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> 
     assert diagnose(load(tmp_path / "here")).kind == "healthy"
 
 
+def test_ctrl_c_on_a_hang(tmp_path: Path) -> None:
+    """Who ends a job that hangs reads at once why it hung."""
+    job(
+        tmp_path,
+        "if dist.get_rank() == 0: Path('there').touch(); dist.all_reduce(torch.ones(1))\n"
+        "while not Path('there').exists(): time.sleep(0.01)\n"
+        "time.sleep(4); Path('ready').touch(); time.sleep(600)",  # a wait that is no step's
+    )
+    launched = Launch(
+        "run", "--capture=python", "--run-dir=here", "--nproc-per-node=2", "job.py", cwd=tmp_path
+    )
+    launched.wait_for(tmp_path / "ready")
+    launched.process.send_signal(signal.SIGINT)
+    ended = launched.finish(90)
+    assert "rankcall: the job was ended by SIGINT" in ended.ours
+    assert "\nmissing: Rank 1 " in ended.err
+    (finding,) = diagnose(load(tmp_path / "here")).findings
+    assert (finding.kind, finding.ranks) == ("missing", (1,))
+
+
 def test_two_nodes(tmp_path: Path) -> None:
     """Two agents with one --rdzv-id make one run; --local-addr tells them apart as hosts."""
     from torch.distributed import TCPStore

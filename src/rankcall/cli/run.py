@@ -175,10 +175,14 @@ def _undisturbed() -> Iterator[None]:
 def _say_why(
     run_dir: Path, outcome: Outcome, hang_after: float, verdicts_before: frozenset[str]
 ) -> None:
-    """Print why workers failed: rankcall's verdict if there is one, or else torchrun's table."""
-    if outcome.failed:
-        reason = explain_failure(run_dir, outcome, hang_after, verdicts_before)
-        typer.echo(f"\n{reason or outcome.table}", err=True)
+    """Print why workers failed: rankcall's verdict if there is one, or else torchrun's table.
+
+    A job that somebody ended may have hung before.
+    """
+    if outcome.failed or outcome.was_asked:
+        reason = explain_failure(run_dir, outcome, hang_after, verdicts_before) or outcome.table
+        if reason:
+            typer.echo(f"\n{reason}", err=True)
 
 
 def _say_what_the_node_knows(outcome: Outcome, began: float, oom_kills_before: int) -> None:
