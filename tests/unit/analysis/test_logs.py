@@ -285,6 +285,50 @@ def test_the_exit_code_that_torchrun_reports(tmp_path: Path, code: int, expected
         assert fact.relation is Relation.FAILED_FIRST
 
 
+def interrupted(rank: int, line: int, *, waits: bool = False) -> list[str]:
+    """Return what a rank below torchrun writes when Ctrl-C ends it; one that waits fails first."""
+    head = ["Traceback (most recent call last):", f'  File "/a/train.py", line {line}, in <module>']
+    torch = "/venv/lib/python3.11/site-packages/torch/distributed"
+    failed = [
+        "Traceback (most recent call last):",
+        f'  File "{torch}/c10d_logger.py", line 83, in wrapper',
+        "    return func(*args, **kwargs)",
+        f'  File "{torch}/distributed_c10d.py", line 3252, in all_reduce',
+        "    work.wait()",
+        "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:4411",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        *head,
+        "    dist.all_reduce(x)",
+        f'  File "{torch}/c10d_logger.py", line 85, in wrapper',
+        "    msg_dict = _get_msg_dict(func.__name__, *args, **kwargs)",
+    ]
+    lines = failed if waits else [*head, "    time.sleep(600)"]
+    return [f"[rank{rank}]: {text}" for text in [*lines, "KeyboardInterrupt"]]
+
+
+@pytest.mark.parametrize("launcher", [True, False])
+def test_where_ctrl_c_met_the_ranks(tmp_path: Path, launcher: bool) -> None:
+    """Tracebacks of KeyboardInterrupt are stacks: they show who stood elsewhere than the others."""
+    text = [
+        "W1128 08:34:01.030000 14153 torch/distributed/elastic/agent/server/api.py:753] "
+        "Received 2 death signal, shutting down workers"
+    ]
+    text = text if launcher else []
+    for rank in range(4):
+        text += interrupted(rank, 7 if rank == 1 else 12, waits=rank != 1)
+    found = verdict(tmp_path, text)
+    assert cause(found) == ("undecided", ())
+    at = {
+        fact.call.line: (fact.call.op, fact.ranks.numbers)
+        for fact in found.findings[0].facts
+        if fact.relation is Relation.INTERRUPTED_AT and fact.call and fact.ranks
+    }
+    assert at == {"/a/train.py:7": ("", (1,)), "/a/train.py:12": ("all_reduce", (0, 2, 3))}
+    assert "Rank 1 was interrupted at /a/train.py:7." in found.findings[0].summary
+
+
 @pytest.mark.parametrize(
     ("second", "code", "first"),
     [("03", 1, (5, 6)), ("04", 1, (5,)), ("03", -15, (5,))],

@@ -137,7 +137,7 @@ def _evidence(case: Case) -> list[Line]:
 
 def _known(case: Case) -> list[Fact]:
     """Return what is known of the ranks, without a conclusion."""
-    facts = [*_causes(case), *_timed_out(case)]
+    facts = [*_causes(case), *_interrupted(case), *_timed_out(case)]
     late = late_ranks(case)
     if late is not None:
         call = CallFact("", late.seq, late.states[0].group.name)
@@ -148,6 +148,26 @@ def _known(case: Case) -> list[Fact]:
     facts = facts or _said(case)
     # A job that was ended from outside stops wherever it is.
     return facts if case.facts(Outside) else [*facts, *last_enqueued(case)]
+
+
+def _interrupted(case: Case) -> list[Fact]:
+    """Return where Ctrl-C met the ranks: if the job hung, one may stand elsewhere than the others.
+
+    Of a rank that waited in C++, the call failed first, because another one had ended.
+    """
+    calls = {
+        case.rank(raised.line): raised.op
+        for raised in case.all.raised
+        if raised.led_on and raised.op
+    }
+    ranks: dict[CallFact, set[int]] = {}
+    for raised in case.raised:
+        rank = case.rank(raised.line)
+        if raised.kind == "KeyboardInterrupt" and raised.site and rank >= 0:
+            op = raised.op or calls.get(rank, "")
+            ranks.setdefault(CallFact(op, line=raised.site), set()).add(rank)
+    few = len(ranks) <= _FEW_CALLS
+    return [Fact(Relation.INTERRUPTED_AT, subject(of), call) for call, of in ranks.items() if few]
 
 
 def _failed_first(case: Case) -> set[int]:

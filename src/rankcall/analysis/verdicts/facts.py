@@ -187,6 +187,7 @@ class Relation(str, Enum):
     RANK_NOT_SAID = "rank_not_said"  # there was a failure, and no line says which rank is at fault
     # Something that is no rank did. values: what, and at_start if it kept the job from starting
     ENDED_FROM_OUTSIDE = "ended_from_outside"
+    INTERRUPTED_AT = "interrupted_at"  # the traceback of its KeyboardInterrupt. call: op, line
     PROCESS_FAILED = "process_failed"  # whose rank is not known. values: error, pid, host
     # An exception of a process whose rank is not known. values: error, pid, host, worker
     PROCESS_RAISED = "process_raised"

@@ -200,6 +200,13 @@ def _ended_from_outside(fact: Fact) -> str:
     return f"Something outside the ranks {did}: {fact.value('what')}."
 
 
+def _interrupted_at(fact: Fact) -> str:
+    call, were = call_in(fact), "was" if len(who(fact).numbers) == 1 else "were"
+    return (
+        f"{name_of(fact)} {were} interrupted{f' in {call.op}' if call.op else ''}{_at(call.line)}."
+    )
+
+
 def _process(fact: Fact) -> str:
     """Name a process whose rank is not known."""
     pid, host, worker = fact.value("pid"), fact.value("host"), fact.value("worker")
@@ -285,6 +292,7 @@ def _no_failure_seen(fact: Fact) -> str:
 
 _KNOWN: dict[Relation, Callable[[Fact], str]] = {
     Relation.ENDED_FROM_OUTSIDE: _ended_from_outside,
+    Relation.INTERRUPTED_AT: _interrupted_at,
     Relation.PROCESS_FAILED: _process_failed,
     Relation.PROCESS_RAISED: lambda fact: f"{_process(fact)} raised {fact.value('error')}.",
     Relation.PROCESS_GONE: lambda fact: f"{_process(fact)} is gone, says {fact.value('by')}.",

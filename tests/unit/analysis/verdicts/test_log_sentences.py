@@ -117,6 +117,8 @@ SENTENCES: list[tuple[list[Fact], str]] = [
             of(R.RANK_NOT_SAID),
             of(R.ENDED_FROM_OUTSIDE, what="CANCELLED AT 15:43"),
             of(R.ENDED_FROM_OUTSIDE, what="srun: not found", at_start="yes"),
+            Fact(R.INTERRUPTED_AT, ONE, CallFact("", line="train.py:7")),
+            Fact(R.INTERRUPTED_AT, MANY, CallFact("all_reduce", line="train.py:9")),
             of(R.PROCESS_FAILED, error="out of memory", pid="77", host="node-a"),
             of(R.SPAWNED_ENDED, process="1", signal="SIGKILL"),
             of(R.WORKER_ENDED, local_rank="3", host="node-a", code="1"),
@@ -126,6 +128,8 @@ SENTENCES: list[tuple[list[Fact], str]] = [
         ],
         f"{NOT_SAID} Something outside the ranks ended the job: CANCELLED AT 15:43. "
         "Something outside the ranks kept the job from starting: srun: not found. "
+        "Rank 2 (node-a) was interrupted at train.py:7. "
+        "Ranks 1-3 were interrupted in all_reduce at train.py:9. "
         "Process 77 on node-a failed with out of memory. "
         "Process 1 of those that torch.multiprocessing started ended by SIGKILL. "
         "Local rank 3 on node-a ended with code 1. "
