@@ -18,7 +18,7 @@ from diagnosing import (
     diagnose_calls,
     unfinished,
 )
-from worlds import MS, START, write_world
+from worlds import MS, START, Call, write_world
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
@@ -217,6 +217,12 @@ def test_an_error_that_nobody_ended_before(tmp_path: Path) -> None:
     assert [kind for kind, _ in causes(diagnosis)] == ["dead"]
 
 
+def ended_at_70_s(folder: Path, calls: list[Call], **options: object) -> Diagnosis:
+    """Diagnose a job whose four processes gave a sign of life until then, and are gone."""
+    beats = dict.fromkeys(range(4), 70.0)
+    return diagnose_calls(folder, calls, seconds=71, states=GONE, beats=beats, **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("interrupted", [(0,), (3,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("code", [-2, 130, 1, None])
 @pytest.mark.parametrize("in_python", [False, True])
@@ -228,12 +234,9 @@ def test_ctrl_c_on_a_hang(
     A rank that waits in Python, as by ``work.is_completed()``, closes its ring when it ends.
     """
     error = "KeyboardInterrupt: "
-    diagnosis = diagnose_calls(
+    diagnosis = ended_at_70_s(
         tmp_path,
         RANK_2_MISSING,
-        seconds=71,
-        states=GONE,
-        beats=dict.fromkeys(range(4), 70.0),
         failures=dict.fromkeys(interrupted, error),
         exits=dict.fromkeys(interrupted, (code, 70.2)) if code is not None else {},
         closed_at=dict.fromkeys(interrupted, 70 * SECOND) if in_python else {},
@@ -252,11 +255,10 @@ def test_ctrl_c_on_a_hang(
 def test_a_signal_to_all_ranks(tmp_path: Path, code: int, sound: list[str]) -> None:
     """Who ends a whole job that hangs is not why it hung; the terminal may be closed, too."""
     late = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 69 * SECOND + 900 * MS, line=7)]
-    killed = {"states": GONE, "beats": dict.fromkeys(range(4), 70.0)}
     exits = {rank: (code, 70.2 + rank / 1000) for rank in range(4)}
     for calls, kinds in ((RANK_2_MISSING, ["missing"]), (late, sound)):
         folder = tmp_path / str(calls is late)
-        diagnosis = diagnose_calls(folder, calls, seconds=71, exits=exits, **killed)
+        diagnosis = ended_at_70_s(folder, calls, exits=exits)
         assert [kind for kind, _ in causes(diagnosis)] == kinds
         assert calls is late or diagnosis.findings[0].ranks == (2,)
 
@@ -264,12 +266,9 @@ def test_a_signal_to_all_ranks(tmp_path: Path, code: int, sound: list[str]) -> N
 @pytest.mark.parametrize("code", [-6, -9, -11, 1])
 def test_faults_of_all_ranks_after_a_hang(tmp_path: Path, code: int) -> None:
     """What the programs did themselves is told, and what a machine out of memory does."""
-    diagnosis = diagnose_calls(
+    diagnosis = ended_at_70_s(
         tmp_path,
         RANK_2_MISSING,
-        seconds=71,
-        states=GONE,
-        beats=dict.fromkeys(range(4), 70.0),
         exits=dict.fromkeys(range(4), (code, 70.2)),
     )
     assert causes(diagnosis) == [("dead", (0, 1, 2, 3))]
@@ -316,12 +315,9 @@ def test_ctrl_c_closes_the_ring_of_a_missing_rank(
     tmp_path: Path, closed_s: float, told: str
 ) -> None:
     """A rank that had recorded until its end had not come, and nobody doubts it."""
-    diagnosis = diagnose_calls(
+    diagnosis = ended_at_70_s(
         tmp_path,
         RANK_2_MISSING,
-        seconds=71,
-        states=GONE,
-        beats=dict.fromkeys(range(4), 70.0),
         failures=dict.fromkeys(range(4), "KeyboardInterrupt"),
         exits=dict.fromkeys(range(4), (-2, 70.2)),
         closed_at={2: round(closed_s * SECOND)},
@@ -334,12 +330,9 @@ def test_ctrl_c_closes_the_ring_of_a_missing_rank(
 def test_one_rank_is_interrupted_in_a_sound_job(tmp_path: Path) -> None:
     """Without a hang, the one rank that was interrupted is why the others ended."""
     calls = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 69 * SECOND + 900 * MS, line=7)]
-    diagnosis = diagnose_calls(
+    diagnosis = ended_at_70_s(
         tmp_path,
         calls,
-        seconds=71,
-        states=GONE,
-        beats=dict.fromkeys(range(4), 70.0),
         failures={2: "KeyboardInterrupt"},
         exits={2: (-2, 70.0)},
     )

@@ -15,8 +15,6 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rankcall.analysis.snapshot import (
     ALIVE,
     GONE,
@@ -129,7 +127,8 @@ class _Reasons:
         self._snapshot = snapshot
         self._just_begun_s = just_begun_s
         calls = snapshot.calls
-        self._open_ages_s = calls["age_s"][unfinished(calls) | failed_for_good(calls)]
+        open_ages = calls["age_s"][unfinished(calls) | failed_for_good(calls)]
+        self._longest_s = float(open_ages.max(initial=-math.inf))  # a call lasts that did not end
         ends = sorted(ended_ago_s(state) for state in gone if state.rank not in left)
         self._first_s = ends[-1] if ends else 0.0
         self._first_is_alone = len(ends) < 2 or ends[-1] - ends[-2] > _AT_ONCE_S
@@ -182,11 +181,11 @@ class _Reasons:
         if not is_interrupted(state):
             return False
         ended_s = ended_ago_s(state) if state.closed_s is None else state.closed_s
-        return bool(np.any(self._open_ages_s - ended_s > self._just_begun_s))
+        return self._longest_s - ended_s > self._just_begun_s
 
     def hung_before(self, seconds: float) -> bool:
         """Tell whether a call had lasted for so long before the first end, and did not end."""
-        return bool(np.any(self._open_ages_s - self._first_s > seconds))
+        return self._longest_s - self._first_s > seconds
 
 
 def _note_bereft(exits: Exits, gone: Sequence[RankState]) -> None:
