@@ -28,6 +28,11 @@ def wrapper(call):
 def batch_isend_irecv(times):
     return [probe.find() for _ in range(times)]
 
+def broadcast_object_list(pickle):
+    pickle()
+    lengths = probe.find()
+    return [lengths, probe.find()]
+
 def _engine_run_backward(call=probe.find):
     return call()
 
@@ -122,6 +127,17 @@ def batches(lib) -> None:
         walks = lib.batch_isend_irecv(3)
         assert [continues for _, continues in walks] == [False, True, True], walks
     assert [continues for _, continues in (lib.all_reduce(), lib.all_reduce())] == [False, False]
+    for look in (look_at_stack, int):  # who looks at a stack makes objects of its frames
+        for _ in range(3):
+            walks = lib.broadcast_object_list(look)
+            assert [continues for _, continues in walks] == [False, True], walks
+
+
+def look_at_stack() -> None:
+    """Look at all frames of this thread, as a sampler, a warning or a traceback does."""
+    frame = sys._getframe()
+    while frame is not None:
+        frame = frame.f_back
 
 
 def threads(lib) -> None:

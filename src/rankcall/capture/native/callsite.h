@@ -124,7 +124,7 @@ class CallSites {
     Walk walk;
     if (thread) walk = walk_from(top(thread));
     if (!walk.caller.code) return {backward_site(moment), false};
-    return {site_of(walk), walk.many && continues(thread, walk.api_frame)};
+    return {site_of(walk), walk.many && continues(thread, walk.api_frame, walk.api)};
   }
 
  private:
@@ -313,11 +313,17 @@ class CallSites {
 
   // Which ops belong to one call of a function that issues several.
   // A frame's address is used again by the next call. A new frame has no frame object, so one is
-  // made at the first op of a call: it marks the frame for as long as the call lasts.
-  static bool continues(PyThreadState* thread, Frame frame) {
-    const void*& last = this_thread().call_frame;
-    const bool same = frame == last && is_marked(frame);
-    last = frame;
+  // made at the first op of a call: it marks the frame for as long as the call lasts. Others make
+  // frame objects too: who looks at a thread's stack, or a warning. A call that such a one marks
+  // before its first op is another function's, or begins further up than the last call ended.
+  static bool continues(PyThreadState* thread, Frame frame, PyCodeObject* code) {
+    Thread& self = this_thread();
+    const intptr_t offset = offset_of(frame, code);
+    const bool same = frame == self.call_frame && is_marked(frame) && code == self.call_code &&
+                      offset >= self.call_offset;
+    self.call_frame = frame;
+    self.call_code = code;
+    self.call_offset = offset;
     if (!same) mark(thread, frame);
     return same;
   }

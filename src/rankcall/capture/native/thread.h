@@ -15,6 +15,8 @@ struct Thread {
   void* group = nullptr;
   uint64_t group_generation = 0;
   const void* call_frame = nullptr;  // of the last public call that issues several ops
+  const void* call_code = nullptr;   // of its function
+  intptr_t call_offset = 0;          // of its instruction that issued the last one
   uint64_t backward_moment = ~0ull;  // the moment of the last search for the caller of backward()
   uint32_t backward_site = 0;
 
