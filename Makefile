@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup setup-integrations browser fuzzer demo test test-long torch-for-nccl test-nccl test-nccl-short test-upstream lint prose bench gpu docs dist clean
+.PHONY: setup setup-integrations browser fuzzer demo test test-long torch-for-nccl frameworks-for-nccl test-nccl test-nccl-short test-upstream lint prose bench gpu docs dist clean
 
 setup: $(INSTALLED)
 
@@ -97,10 +97,14 @@ $(NCCL)/.torch: constraints.txt
 	@touch $@
 
 $(NCCL)/.installed: $(NCCL)/.torch pyproject.toml devices/pyproject.toml
-	$(INSTALL_FOR_NCCL) torch===$(TORCH) -e '.[torch,report]' -e devices hypothesis numpy pytest pytest-timeout pytest-xdist
+	$(INSTALL_FOR_NCCL) torch===$(TORCH) -e '.[torch,report,rpc]' -e devices hypothesis numpy pytest pytest-timeout pytest-xdist
 	@touch $@
 
-# `make test-nccl FAST=` runs the slow tests as well: all scenarios of hangs with both captures.
+# What tests/nccl/test_launched_frameworks.py starts.
+frameworks-for-nccl: $(NCCL)/.installed
+	$(INSTALL_FOR_NCCL) torch===$(TORCH) lightning deepspeed transformers accelerate
+
+# `make test-nccl FAST=` runs the slow tests as well: all scenarios of hangs with both captures, and frameworks.
 FAST := -m 'not slow'
 
 test-nccl: export PYTHONDONTWRITEBYTECODE :=
@@ -109,6 +113,7 @@ test-nccl: $(NCCL)/.installed
 	devices build
 	rankcall build
 	pytest -q -n 2 --dist worksteal $(FAST) tests/nccl
+	devices exec --gpus 2 -- pytest -q $(wildcard tests/multiproc/test_*gpu.py)
 	cd devices && pytest -q -n 2 --dist worksteal tests
 
 # The part that .ci/run runs: what depends least on how busy the machine is.

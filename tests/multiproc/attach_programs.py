@@ -149,7 +149,7 @@ class Model(lightning.LightningModule):
 
     def training_step(self, batch, index):
         if index == 2 and self.global_rank == 1 and os.environ.get("HANG"):
-            time.sleep(600)
+            time.sleep(600)  # the hang
         return self.layer(batch[0]).sum()
 
     def configure_optimizers(self):
@@ -159,12 +159,13 @@ if __name__ == "__main__":
     torch.manual_seed(7)
     batches = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4, num_workers=LOADERS)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=4, logger=False,
+        accelerator=os.environ.get("DEVICE", "cpu"), devices=2, strategy="ddp", max_steps=4,
+        logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
     model = Model()
     trainer.fit(model, batches)
-    raw = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    raw = b"".join(each.detach().cpu().numpy().tobytes() for each in model.parameters())
     os.write(1, f"rank {trainer.global_rank} {hashlib.sha256(raw).hexdigest()}\\n".encode())
     torch.distributed.destroy_process_group()
     sys.exit(int(os.environ.get("STATUS", "0")))

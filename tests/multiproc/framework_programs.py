@@ -2,8 +2,8 @@
 
 ``FAULT`` says what rank 1 does: ``hang`` sleeps before its third step, ``slow`` sleeps in each
 step, ``crash`` raises an error in the third step. With ``even``, all ranks sleep in each step.
-``STEPS`` is the number of steps, ``STATUS`` the exit status. At the end, each script prints a
-digest of each rank's weights.
+``STEPS`` is the number of steps, ``STATUS`` the exit status. With ``DEVICE=cuda``, Transformers and
+DeepSpeed train on devices. At the end, each script prints a digest of each rank's weights.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ _HEAD = """
 import hashlib, os, sys, time
 
 FAULT = os.environ.get("FAULT", "")
+ON_CPU = os.environ.get("DEVICE", "cpu") == "cpu"
+BACKEND = "gloo" if ON_CPU else "nccl"
 STEPS = int(os.environ.get("STEPS", "4"))
 STATUS = int(os.environ.get("STATUS", "0"))
 LOADERS = 0 if FAULT else 1
 
 def digest(model):
-    raw = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    raw = b"".join(each.detach().cpu().numpy().tobytes() for each in model.parameters())
     return hashlib.sha256(raw).hexdigest()
 
 def show(rank, model):
@@ -58,7 +60,7 @@ if __name__ == "__main__":
     torch.manual_seed(7)
     samples = [{"inputs": each} for each in torch.randn(8 * STEPS, 8)]
     arguments = TrainingArguments(
-        output_dir="out", use_cpu=True, ddp_backend="gloo", max_steps=STEPS, disable_tqdm=True,
+        output_dir="out", use_cpu=ON_CPU, ddp_backend=BACKEND, max_steps=STEPS, disable_tqdm=True,
         per_device_train_batch_size=4, dataloader_num_workers=LOADERS, save_strategy="no",
         report_to=[], logging_strategy="no",
     )
@@ -82,16 +84,16 @@ config = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     "zero_allow_untested_optimizer": True,
-    "zero_optimization": {"stage": 1},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1_000_000},
 }
-deepspeed.init_distributed("gloo")
+deepspeed.init_distributed(BACKEND)
 engine, _, _, _ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=config
 )
 loader = engine.deepspeed_io(samples, num_local_io_workers=LOADERS)
 for step, (batch,) in enumerate(loader):
     work(step, engine.global_rank)
-    engine.backward(engine(batch).sum())
+    engine.backward(engine(batch.to(engine.device)).sum())
     engine.step()
 show(engine.global_rank, model)
 sys.exit(STATUS)

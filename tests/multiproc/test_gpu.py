@@ -41,7 +41,7 @@ def nccl(rank: int, world_size: int, folder: str, capture: str) -> list[dict[str
 
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
-    tensor, weight = torch.ones(1 << 24, device="cuda"), torch.ones(4096, 4096, device="cuda")
+    tensor, weight = torch.ones(1 << 22, device="cuda"), torch.ones(1024, 1024, device="cuda")
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
     with rankcall.enable(folder, capture=capture) as recording:
@@ -57,9 +57,13 @@ def nccl(rank: int, world_size: int, folder: str, capture: str) -> list[dict[str
                     work.wait()
                 end.record()
                 seen.append((begin, end))
+                # So that the next op asks for this one's times.
+                torch.cuda.synchronize()
+                time.sleep(0.002)
+        dist.all_reduce(tensor)
         torch.cuda.synchronize()
         drained(recording)
-        records = columns(recording)
+        records = columns(recording)[:-1]
     for record, (begin, end) in zip(records, seen, strict=True):
         record["witness_ms"] = begin.elapsed_time(end)
     dist.destroy_process_group()
@@ -68,16 +72,19 @@ def nccl(rank: int, world_size: int, folder: str, capture: str) -> list[dict[str
 
 @pytest.mark.parametrize("capture", ["native", "python"])
 def test_nccl_times_come_from_the_device(capture: str, tmp_path: Any) -> None:
-    """Device durations agree with CUDA events around the op, and lie behind the issue."""
-    (records,) = run_ranks(nccl, 1, str(tmp_path / "run"), capture, init=False, timeout=100)
+    """Device durations agree with CUDA events around the op; only the native recorder has them."""
+    env = {"RANKCALL_DEVICE_TIMES": "1"}
+    run_dir = str(tmp_path / "run")
+    (records,) = run_ranks(nccl, 1, run_dir, capture, init=False, timeout=100, env=env)
     assert len(records) == 10
     for record in records:
-        assert record["op"] == "all_reduce"
-        assert record["status"] == "completed"
+        assert (record["op"], record["status"]) == ("all_reduce", "completed")
         assert record["device"] == "cuda:0"
-        assert record["enqueued_ns"] <= record["started_ns"] + 200_000
-        assert record["started_ns"] <= record["completed_ns"]
-        assert 0 < record["device_ms"] <= record["witness_ms"] + 0.2
+        assert record["enqueued_ns"] < record["completed_ns"]
+        if capture == "native":
+            assert 0 < record["device_ms"] <= record["witness_ms"] + 0.2
+        else:
+            assert record["device_ms"] is None
 
 
 def gloo(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from rpcgroup import backend, come_up
+from rpcgroup import aside, backend, come_up
 
 __all__ = ["backend"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
@@ -19,25 +19,30 @@ def _where(tensor: Any) -> tuple[str, Any]:
     return str(tensor.device), tensor * 2
 
 
-def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
-    """Rank 0 sends tensors that a kernel still writes; a device without a map is refused."""
+def _mapped(rank: int, world_size: int, backend: str, dynamic: bool, caller: int) -> Any:
+    """One worker sends tensors that a kernel still writes; a device without a map is refused.
+
+    Rank 1 joins a dynamic group after rank 0.
+    """
     import torch
 
     from rankcall import rpc
 
     other = f"w{1 - rank}"
     last = torch.cuda.device_count() - 1
-    maps = {other: {0: last}} if rank == 0 else {}
+    maps = {other: {0: last}} if rank == caller else {}
+    if dynamic and rank == 1:
+        aside().wait(["w0 is up"])
+    if dynamic and backend == "TENSORPIPE":
+        torch.cuda.init()  # else torch's agent aborts the process that receives the first tensor
     come_up(rank, None if dynamic else world_size, backend, device_maps=maps)
+    store = aside()
+    store.set(f"w{rank} is up", "")
+    store.wait(["w0 is up", "w1 is up"])
     echoed: list[Any] = []
-    if rank == 0:
-        if dynamic:
-            from rpcgroup import names
-            from world import wait_until
-
-            wait_until(lambda: names() == {"w0", "w1"})
+    if rank == caller:
         for size in (7, 1 << 20):
-            mill = torch.randn(2048, 2048, device="cuda:0")
+            mill = torch.randn(512, 512, device="cuda:0")
             for _ in range(20):
                 mill = mill @ mill / 50
             sent = torch.arange(size, device="cuda:0") + mill[0, 0].long() * 0
@@ -47,22 +52,22 @@ def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
             assert torch.equal(back.cpu(), 2 * torch.arange(size))
         cpu = rpc.rpc_sync(other, _where, args=(torch.ones(2),))
         echoed = [cpu[0], cpu[1].tolist()]
-    from rpcgroup import aside
-
-    store = aside()
-    store.add("done", 1) if rank == 0 else store.wait(["done"])
-    if rank == 1:
+    else:
         with pytest.raises(RuntimeError, match=r"device map|device_map"):
             rpc.rpc_sync(other, _where, args=(torch.ones(2, device="cuda:0"),))
+    store.set(f"w{rank} is done", "")
+    store.wait(["w0 is done", "w1 is done"])
     rpc.shutdown(timeout=30)
     return echoed
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_tensors_land_where_the_maps_say(backend: str, dynamic: bool) -> None:
+@pytest.mark.parametrize(("dynamic", "caller"), [(False, 0), (True, 0), (True, 1)])
+def test_tensors_land_where_the_maps_say(backend: str, dynamic: bool, caller: int) -> None:
     """Arguments land on the mapped device, answers on the caller's; CPU tensors stay on the CPU."""
-    answers = run_ranks(_mapped, 2, backend, dynamic, init=False, timeout=240)
-    assert answers[0] == ["cpu", [2.0, 2.0]]
+    if (backend, dynamic, caller) == ("TENSORPIPE", True, 1):
+        pytest.skip("torch's agent does not tell members the maps of the worker that joins")
+    answers = run_ranks(_mapped, 2, backend, dynamic, caller, init=False, timeout=240)
+    assert answers[caller] == ["cpu", [2.0, 2.0]]
 
 
 def _bad_map_on_rank_0(rank: int, world_size: int, backend: str) -> str:

@@ -140,10 +140,14 @@ def test_a_call_left_out_before_one_of_another_group(jobs: RecordedJobs) -> None
         """,
     )
     job.wait_for(lambda rows: rows.filter(status="completed").height == 18 and rows.height == 23)
-    found = _first_found(job)["findings"]
-    assert [(one["kind"], one["ranks"], one["victims"]) for one in found] == [
-        ("deadlock", [0, 1], [2, 3])
-    ]
+    while True:
+        (found,) = _first_found(job)["findings"]
+        if found["victims"] == [2, 3]:
+            break
+        # Until a rank has looked at its device, it may have left its call: of rank 1, it is only
+        # known that it has not come to the pair's.
+        assert (found["kind"], found["ranks"]) in [("missing", [1]), ("deadlock", [0, 1])]
+    assert (found["kind"], found["ranks"]) == ("deadlock", [0, 1])
     job.tell("end")
     job.job.succeed()
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # The thread that waits for an op runs on before the op's end is written: microseconds, on a busy
 # machine milliseconds. An op that is really in flight may take for ever, so nobody waits for that.
 _DRAIN_SECONDS = 0.1
+# Between looks at which ops have completed on devices.
+_LOOK_SECONDS = 0.02
 # For the heartbeat's thread. It may be inside the status of a back end that hangs.
 _JOIN_SECONDS = 2.0
 
@@ -197,8 +199,11 @@ class Recording(Handle):
         self._heart.start()
         self._lines.start()
 
-    def end(self) -> bool:
+    def end(self, *, process_ends: bool = False) -> bool:
         """Stop recording; return whether the ring is closed, or still awaits ends of ops in flight.
+
+        If the process ends, and not by an exception, the back ends get the time to notice what has
+        completed on devices: many programs never destroy their groups, which would wait for that.
 
         The order matters. The records get their run while the ring can still move. Then nothing new
         is recorded, the threads end, and ops in flight get a moment to record their ends.
@@ -215,6 +220,10 @@ class Recording(Handle):
         self._stopped.set()
         background.join(self._heart, _JOIN_SECONDS)
         if not self._heart.is_alive():  # otherwise it may be inside the back end's status
+            if process_ends and not self._has_failed:
+                background.exit_budget.spend(
+                    lambda most: self.await_devices(time.monotonic() + most), background.EXIT_S
+                )
             self._follow_devices(self._devices.close)
             put(self.ring, "devices_known_ns", self._devices.known_ns)
             self._sampler.sample(self._training_thread.find())
@@ -253,13 +262,18 @@ class Recording(Handle):
         if self._step_handle is not None:
             self._step_handle.remove()
 
-    def look_at_devices(self) -> float:
-        """Have the ends recorded that are known by now; return for how long more may become known.
+    def await_devices(self, deadline: float) -> None:
+        """Have the ends recorded that back ends know of ops on devices, or will know in a moment.
 
-        A look follows once a second anyway. This one is for a reader that cannot wait for it. It
-        takes a second at most, on any thread that issues no ops.
+        Blocks until no op is in flight on a device, until the back ends know of all that were over
+        at the call, or until ``deadline``, but looks once in any case: for a second at most. For
+        any thread that issues no ops.
         """
-        return self._follow_devices(self._devices.poll) or 0.0
+        began = time.monotonic()
+        while known_after_s := self._follow_devices(self._devices.poll):
+            if time.monotonic() >= min(deadline, began + known_after_s):
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self.identity.rank < 0:

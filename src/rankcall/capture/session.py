@@ -103,9 +103,9 @@ def drop(owner: str) -> None:
     recording.tell_end(process_ends=False)
 
 
-def _end(recording: Recording) -> None:
+def _end(recording: Recording, *, process_ends: bool = False) -> None:
     _state.recording = None
-    if not recording.end():
+    if not recording.end(process_ends=process_ends):
         _state.draining.append(recording)
 
 
@@ -190,7 +190,7 @@ def end() -> None:
             return
         if _state.recording is not None:
             _state.recording.note_exit_status()
-            _end(_state.recording)
+            _end(_state.recording, process_ends=True)
         for old in _state.draining:
             old.close()
     if recording is not None:

@@ -68,7 +68,6 @@ _GRACE_SECONDS = 0.06
 # A flush, or the end of a subscription, waits for the ends of ops on devices to become known, for
 # this share of its time at most: what is left is for the subscriber.
 _DEVICES_SHARE = 0.75
-_LOOK_SECONDS = 0.02  # between looks at what is known meanwhile
 # A subscriber catches what hooks and sinks raise, so an exception here is a defect of ours. It may
 # be due to one odd record, so a few are logged; after these the thread ends, so that it does not
 # fill the log for weeks.
@@ -435,20 +434,14 @@ class Dispatcher:
             return subscription.take_queued(self.sources), seen
 
     def await_devices(self, deadline: float) -> None:
-        """Have the ends recorded that back ends know of ops on devices, or will know in a moment.
+        """Have the ends recorded that are known, or will be in a moment; see ``Recording``.
 
-        Blocks until no op is in flight on a device, until the back ends know of all that were over
-        at the call, or until ``deadline``, but looks once in any case. Holds no lock meanwhile.
+        Holds no lock meanwhile.
         """
-        began = time.monotonic()
         with self._lock:
             recordings = [source.recording for source in self.sources]
-        while known_after_s := max(
-            (recording.look_at_devices() for recording in recordings), default=0.0
-        ):
-            if time.monotonic() >= min(deadline, began + known_after_s):
-                return
-            time.sleep(_LOOK_SECONDS)
+        for recording in recordings:
+            recording.await_devices(deadline)
 
     def remove(self, subscription: Subscription) -> None:
         """Pass a subscriber nothing more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -43,6 +44,29 @@ def test_callbacks_of_the_end(process_ends: bool, tmp_path: Path) -> None:
         ("before", False),
         (RecordingEnd(process_ends=process_ends, has_failed=process_ends), True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("how", "looks"),
+    [("process ends", 3), ("process fails", 0), ("switched off", 0)],
+)
+def test_an_end_gives_back_ends_time_to_notice_what_is_over(
+    how: str, looks: int, tmp_path: Path
+) -> None:
+    """A process that ends well looks until nothing is in flight on a device. Others do not wait."""
+    recording = rankcall.enable(tmp_path / "run", capture="python")
+    in_flight_for, done = [60.0, 60.0, 0.0], []
+    with patch.object(recording, "_devices", wraps=recording._devices) as devices:
+        devices.known_ns = 0
+        devices.poll_every_s = 3600.0
+        devices.poll.side_effect = lambda: (done.append("look"), in_flight_for.pop(0))[1]
+        devices.close.side_effect = lambda: done.append("last look")
+        if how == "switched off":
+            rankcall.disable()
+        else:
+            recording.note_end(KeyError("mine") if how == "process fails" else None)
+            session.end()
+    assert done == ["look"] * looks + ["last look"]
 
 
 def test_the_last_claim_ends_the_recording(tmp_path: Path) -> None:
