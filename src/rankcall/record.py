@@ -335,7 +335,7 @@ DEVICE_TYPES = (
 )
 
 # The op's end cannot be known: its Work was dropped without wait(), the op went into a graph, or
-# the back end does not report ends.
+# the back end does not report ends. Of an op in flight on a device: it is not known now.
 FLAG_ABANDONED = 1
 FLAG_ANY_SOURCE = 2  # a receive from any source: peer and seq are known only after it has ended
 # The op runs on a device, and the host only enqueues it. Without device_ms its start is not known,

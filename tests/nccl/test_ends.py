@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from recorded_jobs import RecordedJobs, torch_version
 
+HAS_STATUS = pytest.mark.skipif(
+    torch_version() >= (2, 15), reason="the back end does not tell a batch's end"
+)
 PROGRAM = """
 init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
 def message(): (dist.send if rank == 0 else dist.recv)(y, 1 - rank)
@@ -173,20 +176,49 @@ os._exit(0)
     )
 
 
-@pytest.mark.skipif(torch_version() >= (2, 15), reason="the back end does not tell a batch's end")
+@HAS_STATUS
 def test_batches_end(jobs: RecordedJobs, capture: str) -> None:
-    """Sends and receives of a batch have no Work of their own; they end with the batch."""
+    """Sends and receives of a batch have no Work of their own; they end with the batch.
+
+    After the last batch, the number completed last is higher than that of any collective.
+    """
     job = jobs.start(
         2,
         PROGRAM
         + """
-for i in range(20): batch(); dist.all_reduce(x)
+for i in range(20): batch(); dist.all_reduce(x); batch()
 torch.cuda.synchronize(); wait_told("end")
 dist.destroy_process_group()
 """,
         RANKCALL_CAPTURE=capture,
     )
-    rows = job.wait_for(lambda rows: len(rows) == 120 and rows["completed_ns"].is_not_null().all())
+    rows = job.wait_for(lambda rows: len(rows) == 200 and rows["completed_ns"].is_not_null().all())
+    assert not rows["abandoned"].any()
+    job.tell("end")
+    job.job.succeed()
+
+
+@HAS_STATUS
+def test_a_number_that_tells_nothing(jobs: RecordedJobs, capture: str) -> None:
+    """After twenty batches and twenty collectives, number 20 may be that of the last of either.
+
+    So the end of the last collective is not known. The next batch's number tells that it is over.
+    """
+    job = jobs.start(
+        2,
+        PROGRAM
+        + """
+for i in range(20): batch(); dist.all_reduce(x)
+torch.cuda.synchronize(); wait_told("go on"); batch()
+torch.cuda.synchronize(); wait_told("end")
+dist.destroy_process_group()
+""",
+        RANKCALL_CAPTURE=capture,
+    )
+    rows = job.wait_for(lambda rows: rows["abandoned"].any())
+    assert rows.filter(op="all_reduce", seq=20, status="enqueued", abandoned=True).height > 0
+    job.tell("go on")
+    rows = job.wait_for(lambda rows: len(rows) == 124 and rows["completed_ns"].is_not_null().all())
     assert not rows["abandoned"].any()
     job.tell("end")
     job.job.succeed()

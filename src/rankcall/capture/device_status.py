@@ -21,21 +21,26 @@ for the ops of a coalescing block. These ops are not watched, and four rules tel
 * The status has a number that only one op can have. A group counts collectives apart from sends and
   receives, so a number may belong to one of each. A number that was reached before the last look
   is not the one that is new.
-* A send or receive in a block is over once a collective of its group is that was issued later.
+* A send or receive in a block is over once a collective of its group is that was issued later, and
+  a collective once such a block is: they use the group's communicator, which keeps their order.
 * If it may be either of two ops, both of which are still waited for, what was issued up to the
-  earlier of them is over: the group's ops use one communicator, which keeps their order.
+  earlier of them is over, for the same reason.
 
-What is still not known stays in flight, because it may be the op that hangs. Only if the back end
-keeps no status of the group, or the recording ends, is it closed without an end. That is what
-becomes of the sends and receives of a block on ProcessGroupNCCL2. Its completion hook does tell the
-end of a block, but by the key of a Work that only the block's caller gets. Other Works have keys
-that belong to no recorded op, too, so that a block's could only be guessed, and a wrong guess would
-hide a hang.
+What is still not known stays in flight, because it may be the op that hangs. If the number tells
+nothing at an op's second look, the record says that its end is not known, until a later number does
+tell; but the group's newest op is in flight if it has another number, because if anything hangs, it
+is not over. An op is closed without an end only if the back end keeps no status of the group, or if
+the recording ends.
+
+On ProcessGroupNCCL2, the sends and receives of a block are closed without an end. Its completion
+hook does tell the end of a block, but by the key of a Work that only the block's caller gets. Other
+Works have keys that belong to no recorded op, too, so that a block's could only be guessed, and a
+wrong guess would hide a hang.
 
 The number of an op comes from its Work or from the back end's counter. Sends and receives in a
-block have neither, and are counted: if the group has enqueued as many since the last known number
-as were issued, each is known. If not, an op has completed once everything has that was enqueued by
-the next look.
+block have neither, and are counted: from the group's first op on, if all were seen, or from the
+number that was enqueued last, if that was a block's and nothing follows. Otherwise, such an op has
+completed once everything has that was enqueued by the next look.
 """
 
 from __future__ import annotations
@@ -140,8 +145,10 @@ class _Op:
     number: int
     noted_ns: int
     has_own_number: bool  # and not one that was counted
+    is_sure: bool  # the number is its own or was counted, and is no upper bound
     looks: int = 0
     start: int = -1  # 1: begun, 0: not begun, -1: not known
+    is_doubtful: bool = False  # it is not known whether it is over
     ended: bool = False
 
     @property
@@ -150,7 +157,7 @@ class _Op:
         return self.noted.watched and self.noted.p2p
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kind:
     """The collectives of a group, or its sends and receives, from the oldest in flight on.
 
@@ -158,6 +165,7 @@ class _Kind:
     """
 
     anchor: int
+    anchor_is_sure: bool = True  # and no upper bound
     ops: deque[_Op] = field(default_factory=deque)
     met: bool = False  # whether the group issues this kind of op
     issued: int = NO_NUMBER  # the highest number so far
@@ -165,15 +173,30 @@ class _Kind:
     completed: int = NO_NUMBER  # the highest number that is known to have completed
     completed_before: int = NO_NUMBER  # the same at the last look
     last_over: int = -1  # the newest record that is known to be over
+    last_block_over: int = -1  # the same of ops without a number of their own
 
     def add(self, op: _Op) -> None:
+        """Add an op. One of a block has the number behind the last one, if that is known for sure.
+
+        All ops of a block have one number.
+        """
         self.met = True
+        if op.number == NO_NUMBER and op.noted.p2p and self.is_next_sure:
+            last = self.ops[-1] if self.ops else None
+            if last is None or last.noted.block != op.noted.block:
+                op.number = (self.anchor if last is None else last.number) + 1
+            else:
+                op.number = last.number
+            op.is_sure = True
         self.ops.append(op)
         self.issued = max(self.issued, op.number)
-        self.newest_has_number = op.number != NO_NUMBER
+        self.newest_has_number = op.has_own_number
 
-    def count_up_to(self, enqueued: int) -> None:
-        """Give numbers to the ops without one: ``enqueued`` is the last number of this kind."""
+    def count_up_to(self, enqueued: int, *, is_same: bool) -> None:
+        """Give numbers to the ops without one: ``enqueued`` is the last number of this kind.
+
+        ``is_same``: it was the last number at the look before, too.
+        """
         before, unknown = self.anchor, list[_Op]()
         for op in self.ops:
             if op.number == NO_NUMBER:
@@ -183,18 +206,40 @@ class _Kind:
                 unknown = []
             if op.number != NO_NUMBER:
                 before = op.number
-            op.looks += 1
         _count(unknown, before, enqueued)
+        if is_same and all(op.looks > 1 for op in self.ops):
+            self._count_back(enqueued)
         # If the newest op's own number is lower, the last number is that of an op of either kind
         # that was enqueued since the ops were taken, and that the next look will take.
         if not self.newest_has_number:
             self.issued = max(self.issued, enqueued)
+
+    def _count_back(self, enqueued: int) -> None:
+        """Number the ops from the last one on: nothing was noted or enqueued since it was."""
+        number, block = enqueued + 1, NO_NUMBER
+        for op in reversed(self.ops):
+            number = op.number if op.has_own_number else number - (op.noted.block != block)
+            op.number, op.is_sure, block = number, True, op.noted.block
+
+    @property
+    def is_next_sure(self) -> bool:
+        """Whether it is known which number the next op will have."""
+        if self.ops:
+            return self.ops[-1].is_sure
+        return self.anchor != NO_NUMBER and self.anchor_is_sure
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the numbers of all ops that are not over are known, and that of the next one."""
+        return self.is_next_sure and all(op.is_sure for op in self.ops)
 
     def may_have_completed(self, number: int, is_new: bool) -> bool:
         """Tell whether the op completed last can be the one of this kind with this number.
 
         ``is_new``: another number was the last one at the look before.
         """
+        if not self.is_sure:
+            return True
         if is_new and number <= self.completed_before:
             return False  # it was completed before the op that was the last one then
         if not is_new and any(
@@ -206,6 +251,17 @@ class _Kind:
     def in_flight(self) -> Iterator[_Op]:
         """Yield the ops that are not known to be over, oldest first."""
         return (op for op in self.ops if not op.ended)
+
+    def is_past(self, number: int) -> bool:
+        """Tell whether no op is in flight that would be over if the last one had this number.
+
+        The number of a single message says nothing of a block.
+        """
+        return self.is_sure and not any(
+            op.noted.p2p or op.number <= number
+            for op in self.in_flight()
+            if not op.has_only_a_future
+        )
 
     def find(self, number: int) -> DeviceOp | None:
         """Return the last op of this number, if the status is what tells that it is over."""
@@ -229,8 +285,11 @@ class _Kind:
     def end(self, op: _Op) -> None:
         """Note that an op is over."""
         op.ended = True
-        self.completed = max(self.completed, op.number)
+        if op.is_sure:
+            self.completed = max(self.completed, op.number)
         self.last_over = max(self.last_over, op.noted.record)
+        if not (op.has_own_number or op.noted.watched):
+            self.last_block_over = max(self.last_block_over, op.noted.record)
 
     def end_uncounted(self, up_to: int) -> list[int]:
         """End the ops up to a record that have no number of their own; return the records."""
@@ -247,7 +306,8 @@ class _Kind:
     def drop_ended(self) -> None:
         """Forget the ops in front of the oldest one in flight."""
         while self.ops and self.ops[0].ended:
-            self.anchor = self.ops.popleft().number
+            passed = self.ops.popleft()
+            self.anchor, self.anchor_is_sure = passed.number, passed.is_sure
 
     def take(self, wanted: Callable[[_Op], bool]) -> list[DeviceOp]:
         """Take out the ops that are wanted, and return them."""
@@ -268,7 +328,7 @@ def _count(ops: list[_Op], before: int, last: int) -> None:
     if before != NO_NUMBER and len(blocks) == last - before:
         numbers = {block: before + 1 + at for at, block in enumerate(blocks)}
         for op in ops:
-            op.number = numbers[op.noted.block]
+            op.number, op.is_sure = numbers[op.noted.block], True
         return
     for op in ops:
         if op.looks > 1:
@@ -281,9 +341,15 @@ class _GroupOps:
     def __init__(self, new: bool) -> None:
         first = 0 if new else NO_NUMBER
         self.collectives, self.p2p = _Kind(first), _Kind(first)
+        # The number completed last when recording began, which may be that of an op of either kind.
+        self._number_before: int | None = NO_NUMBER if new else None
         self._last_added = self.collectives
+        self._newest = NO_NUMBER  # the block of the op that was added last
+        self._blocks_over = -1  # up to this record, collectives are over because a block is
         self._misses = 0
-        self._completed = NO_NUMBER
+        self._completed = self._enqueued = NO_NUMBER
+        self._told: tuple[_Kind, int] | None = None  # a number of which was known whose it was
+        self._is_undecided = False  # the last number completed may be one op's or another one's
 
     @property
     def is_idle(self) -> bool:
@@ -298,6 +364,7 @@ class _GroupOps:
     def add(self, op: _Op) -> list[DeviceOp]:
         """Add an op; return the oldest if there are too many, and no future will end it."""
         kind = self._last_added = self.p2p if op.noted.p2p else self.collectives
+        self._newest = op.noted.block
         kind.add(op)
         if len(kind.ops) <= _MOST_OPS:
             return []
@@ -324,31 +391,48 @@ class _GroupOps:
         """Return the records that end, given the group's status."""
         number, is_new = status.completed, status.completed != self._completed
         self._misses, self._completed = 0, number
+        for op in (*self.collectives.ops, *self.p2p.ops):
+            op.looks += 1
         # The op enqueued last was of the kind that was noted last, so that is the kind counted.
-        self._last_added.count_up_to(status.enqueued)
+        self._last_added.count_up_to(status.enqueued, is_same=status.enqueued == self._enqueued)
+        self._enqueued = status.enqueued
         kinds = [kind for kind in (self.collectives, self.p2p) if kind.met]
         possible = [
             kind for kind in kinds if len(kinds) == 1 or kind.may_have_completed(number, is_new)
         ]
+        if self._number_before is None:
+            self._number_before = number
+        if number != self._number_before:
+            self._number_before = NO_NUMBER
+        elif self.p2p.met:
+            possible = []
+        last = [one.record for kind in possible if (one := kind.find(number)) is not None]
         ended: list[int] = []
-        if len(possible) == 1:
+        if possible == [self.collectives] or (possible == [self.p2p] and last):
+            is_exact = possible[0].is_sure or possible[0] is self.collectives
+            self._told = (possible[0], number) if is_exact else None
             ended = possible[0].complete(number)
-        else:
-            last = [op.record for kind in possible if (op := kind.find(number)) is not None]
-            if len(last) == len(possible):
-                for kind in kinds:
-                    ended += kind.complete(NO_NUMBER, up_to=min(last, default=-1))
+        elif possible and len(last) == len(possible):
+            for kind in kinds:
+                ended += kind.complete(NO_NUMBER, up_to=min(last))
+        is_told = len(possible) == 1 and self._told == (possible[0], number)
+        is_old = bool(possible) and all(kind.is_past(number) for kind in possible)
+        self._is_undecided = number > 0 and not (ended or is_told or is_old)
         for kind in kinds:
             kind.completed_before = kind.completed
         return ended + self._end_blocks()
 
     def _end_blocks(self) -> list[int]:
-        """End the messages in blocks that were issued before a collective that is over.
+        """End blocks that were issued before a collective that is over, and the other way round.
 
         A block's messages use the communicator of the group, as its collectives do, which keeps
         their order. A message by itself uses one that it has with its peer.
         """
-        return self.p2p.end_uncounted(self.collectives.last_over)
+        ended: list[int] = []
+        if self._blocks_over < self.p2p.last_block_over:
+            self._blocks_over = self.p2p.last_block_over
+            ended = self.collectives.complete(NO_NUMBER, up_to=self._blocks_over)
+        return ended + self.p2p.end_uncounted(self.collectives.last_over)
 
     def starts(self, started: int) -> Iterator[tuple[int, int]]:
         """Yield records with what is new of their starts: 1 begun, 0 not begun, -1 not known.
@@ -368,6 +452,22 @@ class _GroupOps:
     def overlook(self, *, for_good: bool) -> None:
         """Note that the back end returned no status of this group, and whether it keeps none."""
         self._misses = _MOST_MISSES if for_good else self._misses + 1
+
+    def doubts(self) -> Iterator[tuple[int, bool]]:
+        """Yield records with whether it is doubtful now that they are in flight, if that is new.
+
+        If nothing tells whose the last number completed is, only the group's newest op is not in
+        doubt, unless the number can be its own: if anything hangs, it is not over.
+        """
+        for kind in (self.collectives, self.p2p):
+            for op in kind.in_flight():
+                is_doubtful = self._is_undecided and op.looks > 1 and not self._must_be_open(op)
+                if is_doubtful != op.is_doubtful and not op.noted.watched:
+                    op.is_doubtful = is_doubtful
+                    yield op.noted.record, is_doubtful
+
+    def _must_be_open(self, op: _Op) -> bool:
+        return op.noted.block == self._newest and op.is_sure and op.number != self._completed
 
     def take_undecidable(self) -> list[DeviceOp]:
         """Take out the ops whose end will not be known, and return them."""
@@ -396,6 +496,7 @@ class DeviceStatus:
         self._lock = threading.Lock()
         self._ops: dict[int, _GroupOps] = {}
         self._watched: dict[int, _Op] = {}
+        self._doubtful: set[int] = set()  # records of which it is not known whether they are over
         self._groups: dict[int, weakref.ref[Any]] = {}
         self._uids: dict[int, int] = {}  # the status of a group stays when the group is gone
         self._new: set[int] = set()  # groups that were made since recording began, without ops yet
@@ -474,7 +575,7 @@ class DeviceStatus:
             op = self._watched.pop(record, None)
             ops = self._ops.get(op.noted.group) if op is not None else None
             if op is not None and ops is not None:
-                self._capture.end_device_ops(ops.settle(op), now_ns)
+                self._end(ops.settle(op), now_ns)
         has_looked = True
         if any(ops.needs_status for ops in self._ops.values()):
             with self._capture.reading_status() as has_looked:
@@ -501,9 +602,12 @@ class DeviceStatus:
                 ended = ops.complete(status[uid])
                 for record in ended:
                     self._watched.pop(record, None)
-                self._capture.end_device_ops(ended, now_ns)
+                self._end(ended, now_ns)
                 for record, state in ops.starts(status[uid].started):
                     self._capture.start_device_ops([record], now_ns if state > 0 else state)
+                for record, is_doubtful in ops.doubts():
+                    (self._doubtful.add if is_doubtful else self._doubtful.discard)(record)
+                    self._capture.start_device_ops([record], -2 if is_doubtful else -1)
             else:
                 # A verdict must not take an op for one that hangs until its end is given up. So no
                 # further look is awaited if the back end has no number in the status.
@@ -525,8 +629,16 @@ class DeviceStatus:
                 self._close(ops.take(lambda op: op.noted_ns >= now_ns - _SETTLED_NS))
             self._known_ns = now_ns
 
+    def _end(self, records: list[int], now_ns: int) -> None:
+        known = self._doubtful.intersection(records)
+        if known:
+            self._doubtful -= known
+            self._capture.start_device_ops(sorted(known), -1)
+        self._capture.end_device_ops(records, now_ns)
+
     def _close(self, ops: Iterable[DeviceOp]) -> None:
         records = [op.record for op in ops]
+        self._doubtful.difference_update(records)
         for record in records:
             self._watched.pop(record, None)
         self._capture.end_device_ops(records, 0)
@@ -538,7 +650,8 @@ class DeviceStatus:
             if ops is None:
                 ops = self._ops[noted.group] = _GroupOps(noted.group in self._new)
                 self._new.discard(noted.group)
-            op = _Op(noted, noted.number, now_ns, noted.number != NO_NUMBER)
+            has_number = noted.number != NO_NUMBER
+            op = _Op(noted, noted.number, now_ns, has_number, has_number)
             if noted.watched:
                 self._watched[noted.record] = op
             self._close(ops.add(op))

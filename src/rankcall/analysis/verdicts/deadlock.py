@@ -115,7 +115,13 @@ def _different_tags(snapshot: Snapshot, waits: Sequence[Wait]) -> list[Fact]:
 
 
 def _advice(cycle: Cycle) -> str:
-    if any(wait.channel is not None for wait in cycle.waits):
+    messages = [wait.channel is not None for wait in cycle.waits]
+    if any(messages) and not all(messages):
+        return (
+            "Let them issue the message and the collective in orders that fit, and look for a "
+            "message that one of them leaves out."
+        )
+    if any(messages):
         return (
             "Let one of them receive first, or issue both ends at once (batch_isend_irecv); each "
             "send needs a receive with the same tag."

@@ -34,7 +34,7 @@ from rankcall.analysis.snapshot import (
     Snapshot,
     not_started,
 )
-from rankcall.record import FLAG_DEVICE, FROM_ROOT, OPS, SYNCHRONISING
+from rankcall.record import BATCH, FLAG_DEVICE, FROM_ROOT, OPS, SYNCHRONISING
 
 Rows = npt.NDArray[np.intp]
 
@@ -235,7 +235,9 @@ def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> 
 
 
 _Place = tuple[int, Channel | None, int]  # a collective of a group, or both ends of a message
-_Thread = tuple[int, int]  # of a rank
+# What runs calls on a rank's device one behind the other: a thread's stream (rank, thread, -1), or
+# a group's communicator (rank, 0, group).
+_Lane = tuple[int, int, int]
 
 
 def _note_queued(snapshot: Snapshot, waits: Sequence[Wait]) -> None:
@@ -245,8 +247,9 @@ def _note_queued(snapshot: Snapshot, waits: Sequence[Wait]) -> None:
     issued both, but its device waits for rank 1 in the pair's, so rank 1 waits for rank 0 in the
     world's. Without this, all would have come to that one.
 
-    Only calls whose caller's stream waits for them count, and only calls of one thread, which most
-    likely are on one stream: the stream is not on record.
+    Of a stream, only calls for which it waits count, and only calls of one thread, which most
+    likely are on one stream: the stream is not on record. A batch of messages and a collective of
+    one group share its communicator, which runs them in the order of their issue in any case.
     """
     queued = _queued_ranks(snapshot, waits)
     for wait in waits:
@@ -272,58 +275,65 @@ def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, set
     members have issued them in orders that do not go together.
     """
     lacking = {_place(wait) for wait in waits if wait.absent and not wait.soft}
-    threads = _device_threads(snapshot, waits)
-    queued: dict[_Place, set[_Thread]] = {}
-    for thread, issued in threads.items():
+    lanes = _lanes(snapshot, waits)
+    queued: dict[_Place, set[_Lane]] = {}
+    for lane, issued in lanes.items():
         for call in issued:
             if not call.is_begun:
-                queued.setdefault(call.place, set()).add(thread)
-    # Let all calls end that can, and each stream go on to the next call that holds it.
+                queued.setdefault(call.place, set()).add(lane)
+    # Let all calls end that can, and each lane go on to the next call that holds it.
     over: set[_Place] = set()
-    held_in: dict[_Place, list[_Thread]] = {}
-    ahead = {thread: iter(issued) for thread, issued in threads.items()}
-    todo = list(threads)
+    held_in: dict[_Place, list[_Lane]] = {}
+    ahead = {lane: iter(issued) for lane, issued in lanes.items()}
+    todo = list(lanes)
     while todo:
-        thread = todo.pop()
-        for call in ahead[thread]:
+        lane = todo.pop()
+        for call in ahead[lane]:
             not_there = queued.get(call.place, set())
-            not_there.discard(thread)
+            not_there.discard(lane)
             if not not_there and call.place not in lacking and call.place not in over:
                 over.add(call.place)
                 todo += held_in.pop(call.place, [])
             if call.holds and call.place not in over:
-                held_in.setdefault(call.place, []).append(thread)
+                held_in.setdefault(call.place, []).append(lane)
                 break
-    return {place: {rank for rank, _ in behind} for place, behind in queued.items() if behind}
+    return {place: {lane[0] for lane in behind} for place, behind in queued.items() if behind}
 
 
 class _OnDevice(NamedTuple):
-    """A call in flight, as one of the calls of a thread on a device."""
+    """A call in flight, as one of the calls of a lane."""
 
     record: int  # its number
     place: _Place
-    holds: bool  # the thread's stream waits for it
+    holds: bool  # the lane goes on only when it is over
     is_begun: bool
 
 
-def _device_threads(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Thread, list[_OnDevice]]:
-    """Return the calls of some waits by rank and thread, in the order of their issue.
+def _lanes(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Lane, list[_OnDevice]]:
+    """Return the calls of some waits by lane, in the order of their issue.
 
-    Only of threads with a call that holds their stream: what the others issue has no order.
+    Only of lanes with a call that holds them: what the others run has no order. The collectives of
+    a group alone need no lane, because a wait has the first one of a rank that does not end.
     """
     calls = snapshot.calls
-    threads: dict[_Thread, list[_OnDevice]] = {}
-    holding: set[_Thread] = set()
+    lanes: dict[_Lane, list[_OnDevice]] = {}
+    holding: set[_Lane] = set()
     for wait in waits:
+        can_hold = not wait.soft and not wait.behind
         for row in wait.rows.tolist():
-            thread = int(calls["rank"][row]), int(calls["thread"][row])
-            holds = _holds_stream(snapshot, row) and not wait.soft and not wait.behind
-            if holds:
-                holding.add(thread)
-            is_begun = bool(calls["flags"][row] & START_SEEN)
-            call = _OnDevice(int(calls["index"][row]), _place(wait), holds, is_begun)
-            threads.setdefault(thread, []).append(call)
-    return {thread: sorted(threads[thread], key=lambda call: call.record) for thread in holding}
+            rank, group = int(calls["rank"][row]), int(calls["group"][row])
+            stream, communicator = (rank, int(calls["thread"][row]), -1), (rank, 0, group)
+            is_batch = _api(snapshot, row) == BATCH
+            runs = [(stream, _holds_stream(snapshot, row) and can_hold)]
+            if calls["flags"][row] & FLAG_DEVICE and (is_batch or wait.channel is None):
+                runs.append((communicator, can_hold))
+            for lane, holds in runs:
+                if holds and (lane is stream or is_batch):
+                    holding.add(lane)
+                is_begun = bool(calls["flags"][row] & START_SEEN)
+                call = _OnDevice(int(calls["index"][row]), _place(wait), holds, is_begun)
+                lanes.setdefault(lane, []).append(call)
+    return {lane: sorted(lanes[lane], key=lambda call: call.record) for lane in holding}
 
 
 def _holds_stream(snapshot: Snapshot, row: int) -> bool:

@@ -141,12 +141,15 @@ class Ring {
     }
   }
 
-  // Note that an op has begun on its device. started_ns 0: that it has not; -1: that this is not known.
+  // Note that an op has begun on its device. started_ns 0: that it has not; -1: that this is not known;
+  // -2: nor whether it has ended.
   void start(uint64_t index, int64_t started_ns) {
     bool busy = false;
     if (Record* slot = claim(index, busy)) {
-      slot->flags &= ~layout::kFlagNotStarted;
-      if (started_ns > 0) {
+      slot->flags &= ~(layout::kFlagNotStarted | layout::kFlagAbandoned);
+      if (started_ns == -2) {
+        slot->flags |= layout::kFlagAbandoned;
+      } else if (started_ns > 0) {
         slot->started_ns = started_ns;
         slot->status = layout::kStarted;
       } else if (!started_ns) {

@@ -489,6 +489,34 @@ def test_messages_in_orders_that_do_not_fit(
     assert causes(diagnosed(tmp_path, calls)) == found
 
 
+@pytest.mark.parametrize(
+    ("api", "found"),
+    [
+        # The batch and the collective share the group's communicator.
+        ("batch_isend_irecv", [("deadlock", (0, 2))]),
+        # A message by itself has one of its own, and nothing tells whether a stream waits for it.
+        ("irecv", [("stuck", ())]),
+    ],
+)
+def test_a_batch_holds_back_the_collectives_of_its_group(
+    tmp_path: Path, api: str, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Rank 0 waits for a message that rank 2 has left out, and all have issued the collective."""
+    calls = []
+    common: dict[str, Any] = {"group": group_of(3), "flags": FLAG_DEVICE}
+    for rank in range(3):
+        for seq in (1, 2):
+            begun = (10 * seq + rank) * MS
+            over = begun + MS
+            if (rank, seq) != (2, 2):
+                for op, peer in (("send", (rank + 1) % 3), ("recv", (rank - 1) % 3)):
+                    end = None if (rank, seq, op) == (0, 2, "recv") else over
+                    calls.append(Call(rank, seq, begun, end, op, peer=peer, api=api, **common))
+            end = over + 6 * MS if seq == 1 else None
+            calls.append(Call(rank, seq, begun + 5 * MS, end, thread=10, **common))
+    assert causes(diagnosed(tmp_path, calls)) == found
+
+
 @pytest.mark.parametrize(("looked", "found"), [((0, 2), []), ((0, 1, 2), [("deadlock", (1, 2))])])
 def test_nothing_is_stuck_while_a_rank_may_be_in_another_call(
     tmp_path: Path, looked: tuple[int, ...], found: list[tuple[str, tuple[int, ...]]]
