@@ -17,7 +17,8 @@ ProcessGroupNCCL returns no Work from a synchronous collective, and neither back
 for the ops of a coalescing block. These ops are not watched, and four rules tell that one is over:
 
 * A synchronous collective runs in its caller's stream, and an op waits for the stream in which it
-  is issued. So it is over once a watched op that was issued later in the same stream is.
+  is issued. So it is over once a watched op that was issued later in the same stream is. The same
+  is taken for granted of a block, for which callers wait before they go on.
 * The status has a number that only one op can have. A group counts collectives apart from sends and
   receives, so a number may belong to one of each. A number that was reached before the last look
   is not the one that is new.
@@ -291,6 +292,20 @@ class _Kind:
         if not (op.has_own_number or op.noted.watched):
             self.last_block_over = max(self.last_block_over, op.noted.record)
 
+    def end_in_stream(self, watched: _Op) -> list[int]:
+        """End the ops for which the stream of a watched op that is over has waited before it."""
+        over = []
+        for op in self.in_flight():
+            if op.noted.record > watched.noted.record:
+                break
+            waited_for = op.noted.in_stream or (op.noted.p2p and not op.has_own_number)
+            if waited_for and op.noted.stream == watched.noted.stream != 0:
+                over.append(op)
+        for op in over:
+            self.end(op)
+        self.drop_ended()
+        return [op.noted.record for op in over]
+
     def end_uncounted(self, up_to: int) -> list[int]:
         """End the ops up to a record that have no number of their own; return the records."""
         over = [
@@ -377,14 +392,7 @@ class _GroupOps:
         kind = self.p2p if watched.noted.p2p else self.collectives
         kind.end(watched)
         kind.drop_ended()
-        ended = []
-        for op in self.collectives.in_flight():
-            if op.noted.record > watched.noted.record:
-                break
-            if op.noted.in_stream and op.noted.stream == watched.noted.stream:
-                self.collectives.end(op)
-                ended.append(op.noted.record)
-        self.collectives.drop_ended()
+        ended = self.collectives.end_in_stream(watched) + self.p2p.end_in_stream(watched)
         return ended + self._end_blocks()
 
     def complete(self, status: GroupStatus) -> list[int]:
