@@ -103,3 +103,23 @@ print(os.waitpid(pid, 0)[1])
 """,
     )
     assert output.splitlines() == ["2", "2.0", "0"]
+
+
+def test_waiting_for_a_device_with_the_gil(tmp_path: Path) -> None:
+    """A storage's copy_ waits for its stream with the GIL, while queued operations hold Python's last tensors.
+
+    Letting go of a tensor that Python has had takes the GIL, and it is the stream's thread that lets go.
+    """
+    output = run(
+        tmp_path,
+        """
+import torch
+y = torch.ones(1024, device="cuda")
+for _ in range(20):
+    for _ in range(5): y = y * 1
+    target = torch.UntypedStorage(y.untyped_storage().nbytes()); target.copy_(y.untyped_storage(), non_blocking=False)
+print(torch.tensor([], dtype=torch.float32).set_(target).sum().item())
+""",
+        SIMULATED_DEVICES_KERNEL_US="2000",
+    )
+    assert output.strip() == "1024.0"

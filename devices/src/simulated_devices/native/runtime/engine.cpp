@@ -13,6 +13,7 @@
 #include "../common/faults.h"
 #include "../common/settings.h"
 #include "capture.h"
+#include "interpreter.h"
 
 namespace simulated {
 
@@ -296,6 +297,12 @@ void Engine::work(StreamPtr stream) {
 }
 
 void Engine::wait_for(const Point& point) {
+  {
+    std::lock_guard<std::mutex> hold(lock_);
+    if (point.reached()) return;
+  }
+  // Taken back when lock_ is free again: who has the GIL may want lock_.
+  const WithoutGil others_run;
   std::unique_lock<std::mutex> hold(lock_);
   ++host_waiters_;
   // On a failed device nothing is ever reached; the caller returns the device's error.
