@@ -414,7 +414,7 @@ class _GroupOps:
             self._number_before = NO_NUMBER
         elif self.p2p.met:
             possible = []
-        last = [found.record for kind in possible if (found := kind.find(number)) is not None]
+        last = [newest.record for kind in possible if (newest := kind.find(number)) is not None]
         ended: list[int] = []
         if possible == [self.collectives] or (possible == [self.p2p] and last):
             is_exact = possible[0].is_sure or possible[0] is self.collectives
