@@ -194,6 +194,40 @@ def test_a_batch_left_out_before_a_collective(jobs: RecordedJobs, capture: str) 
     job.job.succeed()
 
 
+def test_a_thread_that_uses_another_back_end_of_the_group(jobs: RecordedJobs, capture: str) -> None:
+    """As in asynchronous checkpoints, a thread issues on Gloo while the main thread trains on NCCL.
+
+    Each back end counts its own calls: on rank 0 the thread comes first, and on rank 1 the devices.
+    Then rank 1 does not come to a collective on devices. That is no desync.
+    """
+    job = jobs.start(
+        2,
+        """
+        init("cpu:gloo,cuda:nccl"); x = torch.ones(64, device="cuda"); y = torch.ones(64)
+        def beside(count): [dist.all_reduce(y) for _ in range(count)]
+        thread = threading.Thread(target=beside, args=(5,))
+        if rank == 0: thread.start()
+        for _ in range(20): dist.all_reduce(x)
+        torch.cuda.synchronize()
+        if rank == 1: thread.start()
+        thread.join()
+        if rank == 0: dist.all_reduce(x)
+        wait_told("end"); os._exit(0)
+        """,
+        RANKCALL_CAPTURE=capture,
+    )
+    job.wait_for(lambda rows: rows.filter(status="completed").height == 50 and rows.height == 51)
+    while True:
+        diagnosis = _first_found(job)
+        (found,) = diagnosis["findings"]
+        if found["kind"] == "missing":
+            break
+        assert (found["kind"], found["ranks"]) == ("no_progress", [])
+    assert (found["ranks"], found["victims"], found["seq"]) == ([1], [0], 21)
+    job.tell("end")
+    job.job.succeed()
+
+
 # What two ranks issue in an order that does not fit, and the number of the calls that hang.
 CROSSED = {
     "messages": ("dist.send(big, 1 - rank); dist.recv(y, 1 - rank)", 1),

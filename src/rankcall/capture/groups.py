@@ -14,6 +14,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -131,6 +132,23 @@ class GroupWatch:
         """Tell whether torch has forgotten all groups that are known here."""
         table = c10d._world.pg_group_ranks
         return not any(known in table for known in list(self._known))
+
+
+def sides_of(group: Group) -> tuple[Group, Group | None]:
+    """Return a group as its back end for devices has it, and as one of its own for the CPU has it.
+
+    Each back end counts its own calls. With ``cpu:gloo,cuda:nccl``, which is torch's default, two
+    threads may issue on both at a time, so that a count of both would differ from rank to rank.
+    """
+    by_device = dict(part.split(":", 1) for part in group.backend.split(",") if ":" in part)
+    on_host = by_device.pop("cpu", None)
+    others = sorted({*by_device.values()} - {on_host})
+    if on_host is None or not others:
+        return group, None
+    return (
+        replace(group, backend=",".join(others)),
+        replace(group, name=f"{group.name}/cpu", backend=on_host),
+    )
 
 
 watch = GroupWatch()

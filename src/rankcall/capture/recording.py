@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rankcall import background
 from rankcall.capture import phases
 from rankcall.capture.failure import cause_of, one_line
+from rankcall.capture.groups import sides_of
 from rankcall.capture.identity import own_identity, restart_count
 from rankcall.capture.own_ring import OwnRing
 from rankcall.capture.rpc_calls import RpcCalls
@@ -278,7 +279,10 @@ class Recording(Handle):
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self.identity.rank < 0:
             self._learn_rank(process_group, group)
+        group, on_host = sides_of(group)
         number = self.capture.add_group(group, process_group.rank())
+        if on_host is not None:
+            self.capture.add_group(on_host, process_group.rank())
         self._devices.add_group(number, process_group, new=self._is_started)
 
     def _learn_rank(self, process_group: Any, group: Group) -> None:

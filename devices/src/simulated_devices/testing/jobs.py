@@ -32,10 +32,10 @@ import datetime, json, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-def init(timeout=200, **options):
+def init(backend="nccl", timeout=200, **options):
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "nccl", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=world,
+        backend, init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=timeout), **options)
 def say(*words):
     os.write(1, (" ".join(str(word) for word in words) + "\\n").encode())

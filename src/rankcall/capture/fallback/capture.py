@@ -123,7 +123,7 @@ class Issuer:
                 if device == "meta" or isinstance(first, FakeTensor):
                     return None
                 dtype = DTYPE_CODES.get(first.dtype, 0)
-            group = state_of(unbox(args[group_at]))
+            group = state_of(unbox(args[group_at]), device)
             if p2p:
                 seq, peer, tag, any_source = number_p2p(op, args, group)
             else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from rankcall.capture.fallback.schema import Op
+from rankcall.capture.fallback.schema import Op, in_and_out, sizes_at
 from rankcall.record import NO_RANK
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import PythonRing
@@ -31,6 +31,7 @@ class GroupState:
     collectives: int = 0
     is_met: bool = False  # an op was issued on it
     is_numbered: bool = True  # its back end on a device counts collectives, as far as is known
+    on_host: GroupState | None = None  # as another back end has it, which runs what is on the CPU
     # Messages of each (peer, tag, whether this rank is the source). A program may use a new tag for
     # every message, so the counters are bounded: those that were not used for long start anew.
     _recent: dict[tuple[int, int, bool], int] = field(default_factory=dict)
@@ -80,8 +81,8 @@ class Groups:
         self._states.pop(group.name, None)
         return number
 
-    def state_of(self, group: dist.ProcessGroup) -> GroupState:
-        """Return the state of a group that an op is issued on."""
+    def state_of(self, group: dist.ProcessGroup, device: str) -> GroupState:
+        """Return the state of a group that an op is issued on, for a kind of device."""
         try:
             name = str(group.group_name)
         except RuntimeError:
@@ -96,9 +97,13 @@ class Groups:
                 self._states = {
                     name: old_state for name, old_state in self._states.items() if old_state.alive()
                 }
-            state = GroupState(*announced, group.rank(), group.size(), weakref.ref(group))
+            rank, size, alive = group.rank(), group.size(), weakref.ref(group)
+            state = GroupState(*announced, rank, size, alive)
+            on_host = self._announced.pop(f"{name}/cpu", None)
+            if on_host is not None:
+                state.on_host = GroupState(*on_host, rank, size, alive)
             self._states[name] = state
-        return state
+        return state.on_host if state.on_host is not None and device == "cpu" else state
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:
@@ -127,10 +132,16 @@ class Numbered(NamedTuple):
     peer: int  # global rank, -1 without one
 
 
+def _device_of(op: Op, args: tuple[Any, ...]) -> str:
+    ins, outs = in_and_out(op, args)
+    tensors = ins.tensors or outs.tensors or sizes_at(args, op.other_tensor).tensors
+    return str(tensors[0].device.type) if tensors else "cpu"
+
+
 def number_ahead(op: Op, args: tuple[Any, ...], groups: Groups) -> Numbered:
     """Return the number that an op will get, without giving it away."""
     process_group = dist.ProcessGroup.unbox(args[op.process_group])
-    group = groups.state_of(process_group)
+    group = groups.state_of(process_group, _device_of(op, args))
     name, text = str(process_group.group_name), str(process_group.group_desc)
     if not op.p2p:
         return Numbered(name, text, group.size, group.collectives + 1, NO_RANK)

@@ -22,6 +22,8 @@ struct Group {
   uint32_t id;
   int rank, size;
   std::atomic<uint64_t> collectives{0};
+  // As another back end has the group, which runs what is on the CPU and counts for itself; may be null.
+  std::shared_ptr<Group> on_host;
 
   // True for the first caller.
   bool is_first() { return !met_.load(std::memory_order_relaxed) && !met_.exchange(true); }
@@ -102,10 +104,11 @@ class Groups {
     return found;
   }
 
-  std::shared_ptr<Group> shared(c10d::ProcessGroup* group) {
+  std::shared_ptr<Group> shared(c10d::ProcessGroup* group, bool on_host) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto known = groups_.find(group);
-    return known == groups_.end() ? nullptr : known->second;
+    if (known == groups_.end()) return nullptr;
+    return on_host && known->second->on_host ? known->second->on_host : known->second;
   }
 
  private:
@@ -114,8 +117,14 @@ class Groups {
     auto known = groups_.find(group);
     if (known != groups_.end()) return known->second.get();
     forget_destroyed();
-    auto added = std::make_shared<Group>(
-        c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(group), id_of(*group));
+    const auto held = c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(group);
+    const std::string name = name_of(*group);
+    auto added = std::make_shared<Group>(held, id_of(*group, name));
+    const auto on_host = announced_.find(name + "/cpu");
+    if (on_host != announced_.end()) {
+      added->on_host = std::make_shared<Group>(held, on_host->second);
+      announced_.erase(on_host);
+    }
     return (groups_[group] = std::move(added)).get();
   }
 
@@ -130,13 +139,16 @@ class Groups {
     }
   }
 
-  uint32_t id_of(c10d::ProcessGroup& group) {
-    std::string name, backend = "custom";
+  static std::string name_of(c10d::ProcessGroup& group) {
     try {
-      name = group.getGroupName();
+      return group.getGroupName();
     } catch (const std::exception&) {
-      name = "unnamed";  // made by hand, not through torch.distributed
+      return "unnamed";  // made by hand, not through torch.distributed
     }
+  }
+
+  uint32_t id_of(c10d::ProcessGroup& group, const std::string& name) {
+    std::string backend = "custom";
     const auto known = announced_.find(name);
     if (known != announced_.end()) {
       const uint32_t id = known->second;

@@ -67,17 +67,18 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   const Sizes other = sizes_of(at(op.other_tensor));
   const Sizes& main = in.first ? in : out.first ? out : other;
 
+  if (main.first) {
+    device = main.first->device();
+    record.dtype = recorder.dtypes[static_cast<uint8_t>(main.first->scalar_type())];
+  }
   auto* process_group = held<c10d::ProcessGroup>(arguments[op.process_group]);
   Group* group = recorder.groups.find(process_group);
+  if (group->on_host && device.is_cpu()) group = group->on_host.get();
   issued.group = record.group = group->id;
   issued.first = group->is_first();
   record.in_bytes = in.bytes;
   record.out_bytes = out.bytes;
   record.message_bytes = message_bytes(op, arguments, in, out, group->rank, group->size);
-  if (main.first) {
-    device = main.first->device();
-    record.dtype = recorder.dtypes[static_cast<uint8_t>(main.first->scalar_type())];
-  }
   if (&main != &other) fill_shape(recorder, record, in.first ? in_value : out_value, op, arguments, main);
   record.device_type = static_cast<uint8_t>(device.type());
   record.device_index = device.index();
@@ -98,7 +99,7 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
       record.peer = static_cast<int32_t>(arguments[peer_at].toInt());
       record.seq = group->next_p2p(record.peer, record.tag, outgoing);
     } else {
-      issued.receiver = recorder.groups.shared(process_group);
+      issued.receiver = recorder.groups.shared(process_group, device.is_cpu());
       issued.tag = record.tag;
       record.flags |= layout::kFlagAnySource;
     }
