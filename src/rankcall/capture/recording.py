@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from rankcall import background
 from rankcall.capture import phases
 from rankcall.capture.failure import cause_of, one_line
-from rankcall.capture.groups import sides_of
 from rankcall.capture.identity import own_identity, restart_count
 from rankcall.capture.own_ring import OwnRing
 from rankcall.capture.rpc_calls import RpcCalls
@@ -277,6 +276,8 @@ class Recording(Handle):
             time.sleep(_LOOK_SECONDS)
 
     def _on_group(self, process_group: Any, group: Group) -> None:
+        from rankcall.capture.groups import sides_of
+
         if group.description == "default_pg" or self.identity.rank < 0:
             self._learn_rank(process_group, group)
         group, on_host = sides_of(group)
