@@ -344,6 +344,11 @@ FLAG_DEVICE = 4
 # Of an op in flight on a device: the back end has told that the device had not started it, about a
 # second ago at most. Without this flag and without started_ns, nothing is known.
 FLAG_NOT_STARTED = 8
+# In place of the time at which a device started an op; 0: it has not started it.
+START_UNKNOWN = -1
+END_UNKNOWN = (
+    -2
+)  # nor is it known whether the op is over: FLAG_ABANDONED, until another one follows
 
 RECORD = np.dtype(
     [

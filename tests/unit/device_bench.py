@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from rankcall.capture.device_status import NO_NUMBER, DeviceOp, DeviceStatus, GroupStatus
+from rankcall.capture.device_ops import NO_NUMBER, DeviceOp, GroupStatus
+from rankcall.capture.device_status import DeviceStatus
+from rankcall.record import END_UNKNOWN, START_UNKNOWN
 
 SECOND = 1_000_000_000
 
@@ -95,11 +97,11 @@ class Bench:
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
         assert time_ns in (0, self.now_ns)
-        assert -2 not in [self.starts.get(record) for record in records if time_ns]
+        assert END_UNKNOWN not in [self.starts.get(record) for record in records if time_ns]
         self.ends += [(record, time_ns != 0) for record in records]
 
     def start_device_ops(self, records: list[int], time_ns: int) -> None:
-        assert time_ns in (0, -1, -2, self.now_ns)
+        assert time_ns in (0, START_UNKNOWN, END_UNKNOWN, self.now_ns)
         self.starts.update(dict.fromkeys(records, min(time_ns, 1)))
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -134,15 +134,22 @@ class GroupWatch:
         return not any(known in table for known in list(self._known))
 
 
-def sides_of(group: Group) -> tuple[Group, Group | None]:
+def back_ends_of(process_group: Any) -> dict[str, str]:
+    """Return the back ends that a group has, by kind of device."""
+    devices = {device.type for device in process_group._device_types}
+    config = str(c10d._world.pg_backend_config.get(process_group, ""))
+    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return {device: name for device, name in by_device.items() if device in devices}
+
+
+def sides_of(group: Group, back_ends: Mapping[str, str]) -> tuple[Group, Group | None]:
     """Return a group as its back end for devices has it, and as one of its own for the CPU has it.
 
-    Each back end counts its own calls. With ``cpu:gloo,cuda:nccl``, which is torch's default, two
-    threads may issue on both at a time, so that a count of both would differ from rank to rank.
+    Each back end counts its own calls. With ``cpu:gloo,cuda:nccl``, two threads may issue on both
+    at a time, so that a count of both would differ from rank to rank.
     """
-    by_device = dict(part.split(":", 1) for part in group.backend.split(",") if ":" in part)
-    on_host = by_device.pop("cpu", None)
-    others = sorted({*by_device.values()} - {on_host})
+    on_host = back_ends.get("cpu")
+    others = sorted({*back_ends.values()} - {on_host})
     if on_host is None or not others:
         return group, None
     return (

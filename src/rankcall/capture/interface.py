@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rankcall.capture.device_status import DeviceOp
+from rankcall.capture.device_ops import DeviceOp
 from rankcall.capture.marks import Marks
 from rankcall.capture.moments import Look
 from rankcall.record import DTYPES

@@ -276,14 +276,14 @@ class Recording(Handle):
             time.sleep(_LOOK_SECONDS)
 
     def _on_group(self, process_group: Any, group: Group) -> None:
-        from rankcall.capture.groups import sides_of
+        from rankcall.capture.groups import back_ends_of, sides_of
 
         if group.description == "default_pg" or self.identity.rank < 0:
             self._learn_rank(process_group, group)
-        group, on_host = sides_of(group)
-        number = self.capture.add_group(group, process_group.rank())
-        if on_host is not None:
+        group, on_host = sides_of(group, back_ends_of(process_group))
+        if on_host is not None:  # first, because the first op of either looks for both
             self.capture.add_group(on_host, process_group.rank())
+        number = self.capture.add_group(group, process_group.rank())
         self._devices.add_group(number, process_group, new=self._is_started)
 
     def _learn_rank(self, process_group: Any, group: Group) -> None:

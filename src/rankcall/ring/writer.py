@@ -24,6 +24,7 @@ from rankcall.record import (
     COMMIT_DONE,
     COMMIT_OPEN,
     COMMIT_WRITING,
+    END_UNKNOWN,
     FLAG_ABANDONED,
     FLAG_DEVICE,
     FLAG_NOT_STARTED,
@@ -405,10 +406,7 @@ class PythonRing:
         return True
 
     def start(self, index: int, started_ns: int) -> None:
-        """Note that an op on a device has begun.
-
-        ``started_ns`` 0: that it has not; -1: that this is not known; -2: nor whether it has ended.
-        """
+        """Note that an op on a device has begun; 0: that it has not; or what is not known."""
         with self._lock:
             at = self._where(index)
             if _read_word(self.map, at)[0] != (index + 1) << 2 | COMMIT_OPEN:
@@ -417,7 +415,7 @@ class PythonRing:
                 started = {"started_ns": started_ns, "status": STATUSES.index("started")}
                 self._set(at, {**started, "flags": FLAG_DEVICE})
             else:
-                flag = {0: FLAG_NOT_STARTED, -2: FLAG_ABANDONED}.get(started_ns, 0)
+                flag = {0: FLAG_NOT_STARTED, END_UNKNOWN: FLAG_ABANDONED}.get(started_ns, 0)
                 self._set(at, {"flags": FLAG_DEVICE | flag})
 
     def _set(self, at: int, fields: dict[str, float]) -> None:

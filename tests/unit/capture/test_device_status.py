@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from device_bench import SECOND, Backend, Bench, Device, ProcessGroup
 
-from rankcall.capture.device_status import NO_NUMBER
+from rankcall.capture.device_ops import NO_NUMBER
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_what_came_at_the_last_moment_is_closed_at_the_end(bench: Bench) -> None
 
 def test_what_is_kept_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that never completes anything does not make a job's memory grow."""
-    monkeypatch.setattr("rankcall.capture.device_status._MOST_OPS", 100)
+    monkeypatch.setattr("rankcall.capture.device_ops._MOST_OPS", 100)
     for record in range(250):
         bench.issue(record, record + 1)
     assert bench.look(0) == [(record, False) for record in range(150)]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import rankcall
 from rankcall import errors, trace
-from rankcall.capture.device_status import NO_NUMBER, DeviceOp
+from rankcall.capture.device_ops import NO_NUMBER, DeviceOp
 from rankcall.capture.fallback import call_sites, completion
 from rankcall.capture.fallback.completion import Completion, Issued, Waker
 from rankcall.capture.fallback.numbering import GroupState

@@ -9,26 +9,19 @@ import pytest
 from rankcall.capture.groups import sides_of
 from rankcall.ring.tables import Group
 
-WORLD = Group("0", 0, "", "default_pg", (0, 1))
+WORLD = Group("0", 0, "as written", "default_pg", (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("backend", "on_devices", "on_host"),
-    [
-        ("nccl", "nccl", None),
-        ("gloo", "gloo", None),
-        ("undefined", "undefined", None),
-        ("cpu:gloo", "cpu:gloo", None),
-        ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:gloo", None),
-        ("cuda:nccl", "cuda:nccl", None),
-        ("cpu:gloo,cuda:nccl", "nccl", "gloo"),
-        ("cuda:nccl,xpu:xccl,cpu:gloo", "nccl,xccl", "gloo"),
-    ],
+    "back_ends", [{}, {"cuda": "nccl"}, {"cpu": "gloo"}, {"cpu": "gloo", "cuda": "gloo"}]
 )
-def test_a_back_end_of_its_own_for_the_cpu(
-    backend: str, on_devices: str, on_host: str | None
-) -> None:
-    """It has a group of its own, unless it runs what is on devices, too."""
-    devices, host = sides_of(replace(WORLD, backend=backend))
-    assert devices == replace(WORLD, backend=on_devices)
-    assert host == (on_host and replace(WORLD, name="0/cpu", backend=on_host))
+def test_one_back_end(back_ends: dict[str, str]) -> None:
+    """The group stays as it is."""
+    assert sides_of(WORLD, back_ends) == (WORLD, None)
+
+
+def test_a_back_end_of_its_own_for_the_cpu() -> None:
+    """It has a group of its own."""
+    devices, host = sides_of(WORLD, {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"})
+    assert devices == replace(WORLD, backend="nccl,xccl")
+    assert host == replace(WORLD, name="0/cpu", backend="gloo")

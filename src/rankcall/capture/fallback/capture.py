@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensor
 
-from rankcall.capture.device_status import DeviceOp
+from rankcall.capture.device_ops import DeviceOp
 from rankcall.capture.fallback.call_sites import CallSites
 from rankcall.capture.fallback.completion import (
     Completion,

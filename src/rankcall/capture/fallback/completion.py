@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from rankcall.capture.device_status import NO_NUMBER, DeviceOp
+from rankcall.capture.device_ops import NO_NUMBER, DeviceOp
 from rankcall.capture.fallback.numbering import GroupState
 from rankcall.capture.fallback.schema import Op
 from rankcall.record import FLAG_ABANDONED, FLAG_ANY_SOURCE, FLAG_DEVICE, NO_RANK, STATUSES

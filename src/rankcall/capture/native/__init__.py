@@ -18,7 +18,8 @@ from typing import Any
 from rankcall import drop_in, record
 from rankcall._native import NativeModule
 from rankcall.capture import interface
-from rankcall.capture.device_status import DeviceOp, device_times_wanted
+from rankcall.capture.device_ops import DeviceOp
+from rankcall.capture.device_status import device_times_wanted
 from rankcall.capture.marks import Marks, span_of
 from rankcall.capture.moments import DOING, Look
 from rankcall.errors import CaptureUnavailableError, warn_once
@@ -81,6 +82,7 @@ def layout_header() -> str:
         "#include <cstddef>",
         "namespace rankcall::layout {",
         *(f"constexpr unsigned {name} = {value};" for name, value in constants.items()),
+        f"constexpr long long kEndUnknown = {record.END_UNKNOWN};",
         "// By op code: the columns of record.py's table that the recorder needs.",
         _array("kMessages", [record.MESSAGES.index(op.message) for op in record.TABLE]),
         _array("kP2pOps", [op.waits == "peer" for op in record.TABLE]),

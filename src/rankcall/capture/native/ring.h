@@ -141,13 +141,12 @@ class Ring {
     }
   }
 
-  // Note that an op has begun on its device. started_ns 0: that it has not; -1: that this is not known;
-  // -2: nor whether it has ended.
+  // Note that an op has begun on its device; 0: that it has not; or what is not known.
   void start(uint64_t index, int64_t started_ns) {
     bool busy = false;
     if (Record* slot = claim(index, busy)) {
       slot->flags &= ~(layout::kFlagNotStarted | layout::kFlagAbandoned);
-      if (started_ns == -2) {
+      if (started_ns == layout::kEndUnknown) {
         slot->flags |= layout::kFlagAbandoned;
       } else if (started_ns > 0) {
         slot->started_ns = started_ns;
