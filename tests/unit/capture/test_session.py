@@ -55,10 +55,11 @@ def test_an_end_gives_back_ends_time_to_notice_what_is_over(
 ) -> None:
     """A process that ends well looks until nothing is in flight on a device. Others do not wait."""
     recording = rankcall.enable(tmp_path / "run", capture="python")
+    recording._stopped.set()
+    recording._heart.join(60)  # which looks each second, too
     in_flight_for, done = [60.0, 60.0, 0.0], []
     with patch.object(recording, "_devices", wraps=recording._devices) as devices:
         devices.known_ns = 0
-        devices.poll_every_s = 3600.0
         devices.poll.side_effect = lambda: (done.append("look"), in_flight_for.pop(0))[1]
         devices.close.side_effect = lambda: done.append("last look")
         if how == "switched off":
