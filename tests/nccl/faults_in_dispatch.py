@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankcall.capture.fallback.numbering import Groups, number_ahead, number_p2p
+from rankcall.capture.fallback.numbering import Groups, device_of, number_ahead, number_p2p
 from rankcall.capture.fallback.schema import Op, c10d_ops
 from rankcall.testing import FaultPlan, injection
 
@@ -47,7 +47,8 @@ class FaultsInDispatch(TorchDispatchMode):
     def _issue(self, op: Op) -> Callable[..., Any]:
         @_in_rankcall
         def issue(*args: Any) -> Any:
-            group = self._groups.state_of(dist.ProcessGroup.unbox(args[op.process_group]))
+            process_group = dist.ProcessGroup.unbox(args[op.process_group])
+            group = self._groups.state_of(process_group, device_of(op, args))
             if op.p2p:
                 number_p2p(op, args, group)
             else:

@@ -132,7 +132,8 @@ class Numbered(NamedTuple):
     peer: int  # global rank, -1 without one
 
 
-def _device_of(op: Op, args: tuple[Any, ...]) -> str:
+def device_of(op: Op, args: tuple[Any, ...]) -> str:
+    """Return the kind of device that an op's tensors are on, such as ``cuda``."""
     ins, outs = in_and_out(op, args)
     tensors = ins.tensors or outs.tensors or sizes_at(args, op.other_tensor).tensors
     return str(tensors[0].device.type) if tensors else "cpu"
@@ -141,7 +142,7 @@ def _device_of(op: Op, args: tuple[Any, ...]) -> str:
 def number_ahead(op: Op, args: tuple[Any, ...], groups: Groups) -> Numbered:
     """Return the number that an op will get, without giving it away."""
     process_group = dist.ProcessGroup.unbox(args[op.process_group])
-    group = groups.state_of(process_group, _device_of(op, args))
+    group = groups.state_of(process_group, device_of(op, args))
     name, text = str(process_group.group_name), str(process_group.group_desc)
     if not op.p2p:
         return Numbered(name, text, group.size, group.collectives + 1, NO_RANK)
