@@ -93,6 +93,15 @@ def process_start(pid: int) -> int | None:
     return None if stat is None or stat[0] in (b"Z", b"X") else stat[1]
 
 
+def has_tracer(pid: int) -> bool:
+    """Return whether a debugger, strace or py-spy is attached to a process of this namespace."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return any(line.startswith("TracerPid:") and int(line.split()[1]) for line in file)
+    except (OSError, ValueError):
+        return False
+
+
 def boot_seconds() -> int:
     """Return when this host booted, in s since the epoch (0 if the kernel does not say)."""
     try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import platform
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +23,10 @@ init(); x = torch.ones(64, device="cuda")
 for _ in range(4): dist.all_reduce(x)
 torch.cuda.synchronize()
 if rank == 0: dist.all_reduce(x)
-say("hangs"); wait_told("end"); os._exit(0)
+say("hangs"); {wait}; os._exit(0)
 """
+# The number of openat(2), by machine.
+OPENAT = {"x86_64": "257", "aarch64": "56"}
 # Holds a process as py-spy does while it reads the stacks, but until stdin is closed.
 HOLD = """
 import ctypes, os, sys
@@ -42,18 +48,9 @@ def causes(job: RecordedJob) -> list[tuple[str, list[int]]]:
     return [(one["kind"], one["ranks"]) for one in found["findings"]]
 
 
-def test_a_rank_whose_stacks_are_read_is_not_stopped(jobs: RecordedJobs, capture: str) -> None:
-    """A tracer holds the waiting rank from before the threshold until the verdict.
-
-    The watcher and a diagnosis name rank 1 all the same, and no rank is said to be stopped.
-    """
-    watch = "from rankcall import watch\nwatch.start(hang_after=3)\n"
-    job = jobs.start(2, watch + HANG, RANKCALL_CAPTURE=capture)
-    for rank in (0, 1):
-        job.job.wait_for("hangs", rank)
-    # A process that is held notes no more ends, and the end of a call may be noted a moment late.
-    job.wait_for(lambda rows: rows.filter(status="completed").height >= 8)
-    pid = job.job.ranks[0].pid
+@contextlib.contextmanager
+def held(pid: int) -> Iterator[None]:
+    """Have a tracer hold a process's main thread meanwhile; skip the test if that is forbidden."""
     tracer = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(pid)],
         stdin=subprocess.PIPE,
@@ -67,18 +64,74 @@ def test_a_rank_whose_stacks_are_read_is_not_stopped(jobs: RecordedJobs, capture
             _, error = tracer.communicate(timeout=60)
             pytest.skip(f"this machine does not let a process trace another: {error}")
         assert _letter(pid) == "t"
-        while not (verdicts := list(job.run_dir.glob("hangs/*/verdict.json"))):
-            assert time.monotonic() < job.job.deadline, job.job.report()
-            time.sleep(0.05)
-        assert causes(job) == [("missing", [1])]
+        yield
         assert _letter(pid) == "t"
     finally:
         tracer.communicate(timeout=60)
-    said = [json.loads(path.read_text())["findings"] for path in verdicts]
-    assert [(one["kind"], one["ranks"]) for found in said for one in found] == [("missing", [1])]
+
+
+def start(jobs: RecordedJobs, capture: str, wait: str) -> RecordedJob:
+    """Start the job with watchers, and return once all that has ended is known to have ended.
+
+    A process that is held notes no more ends, and the end of a call may be noted a moment late.
+    """
+    watch = "from rankcall import watch\nwatch.start(hang_after=3)\n"
+    job = jobs.start(2, watch + HANG.format(wait=wait), RANKCALL_CAPTURE=capture)
+    for rank in (0, 1):
+        job.job.wait_for("hangs", rank)
+    job.wait_for(lambda rows: rows.filter(status="completed").height >= 8)
+    return job
+
+
+def verdicts_of(job: RecordedJob) -> list[list[tuple[str, list[int]]]]:
+    """Wait for the watcher's verdict; return the causes of each."""
+    while not (kept := list(job.run_dir.glob("hangs/*/verdict.json"))):
+        assert time.monotonic() < job.job.deadline, job.job.report()
+        time.sleep(0.05)
+    found = [json.loads(path.read_text())["findings"] for path in kept]
+    return [[(one["kind"], one["ranks"]) for one in each] for each in found]
+
+
+def test_a_rank_whose_stacks_are_read_is_not_stopped(
+    jobs: RecordedJobs, capture: str, tmp_path: Path
+) -> None:
+    """A tracer holds the waiting rank from before the threshold until the verdict.
+
+    The watcher and a diagnosis name rank 1 all the same, and no rank is said to be stopped. Rank 0
+    waits in the kernel, so that it is not held while it has the GIL.
+    """
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    opens = f"open({str(gate)!r}).close() if rank == 0 else wait_told('end')"
+    job = start(jobs, capture, opens)
+    pid = job.job.ranks[0].pid
+    while Path(f"/proc/{pid}/syscall").read_text().split()[0] != OPENAT[platform.machine()]:
+        assert time.monotonic() < job.job.deadline, job.job.report()
+        time.sleep(0.01)
+    with held(pid):
+        said = verdicts_of(job)
+        assert causes(job) == [("missing", [1])]
+    assert said == [[("missing", [1])]]
     job.tell("end")
+    opened = os.open(gate, os.O_RDWR)  # to write alone would wait for the reader
     job.job.succeed()
+    os.close(opened)
     assert "stopped" not in job.job.report()
+
+
+def test_a_rank_that_is_held_with_the_gil_hides_no_culprit(
+    jobs: RecordedJobs, capture: str
+) -> None:
+    """No thread of the waiting rank runs Python, so it neither watches nor looks at its device.
+
+    Rank 1 watches instead, and its own ring shows that it has not come. With the Python capture,
+    rank 0 is a cause as well: it has no other heartbeat.
+    """
+    job = start(jobs, capture, "exec('while True: pass') if rank == 0 else wait_told('end')")
+    with held(job.job.ranks[0].pid):
+        for found in [*verdicts_of(job), causes(job)]:
+            assert ("missing", [1]) in found
+            assert found == [("missing", [1])] or capture == "python"
 
 
 def _letter(pid: int) -> str:
@@ -95,7 +148,8 @@ def test_a_hang_that_is_interrupted_keeps_its_culprit(jobs: RecordedJobs, captur
     told = (
         "except BaseException: sys.excepthook(*sys.exc_info()); say('over'); wait_told('never')\n"
     )
-    program = interruptible + textwrap.indent(HANG.strip(), "    ") + "\n" + told
+    program = HANG.strip().format(wait="wait_told('end')")
+    program = interruptible + textwrap.indent(program, "    ") + "\n" + told
     job = jobs.start(2, program, RANKCALL_CAPTURE=capture)
     for rank in (0, 1):
         job.job.wait_for("hangs", rank)

@@ -75,6 +75,7 @@ def test_a_traced_process_is_not_stopped() -> None:
         stat = Path(f"/proc/{held.pid}/stat").read_text()
         assert stat.rpartition(")")[2].split()[0] == "t"
         assert identity_of(held.pid).state() == "alive"
+        assert process.has_tracer(held.pid)
     finally:
         held.kill()
         held.wait(30)

@@ -20,20 +20,24 @@ from rankcall.analysis.rank_states import SeenRing, beats, is_outdated, moments_
 from rankcall.analysis.snapshot import (
     ALIVE,
     CALL,
+    COLLECTIVE,
     GONE,
     LONGEST_UNNOTICED_S,
     NOTICED_S,
     UNKNOWN,
+    Bools,
     Calls,
     RankState,
     Snapshot,
     labels_of,
     no_calls,
+    unfinished,
     within_world,
 )
 from rankcall.analysis.spent import RankSamples, Spending
 from rankcall.analysis.windows import LARGEST, Ints, Window, Windows, window_size
 from rankcall.process import Viewpoint
+from rankcall.record import FLAG_DEVICE, OPS, SYNCHRONISING
 from rankcall.ring.layout import Header
 from rankcall.ring.reader import Ring
 from rankcall.run.exits import Exit, read_exits, read_states
@@ -42,6 +46,8 @@ from rankcall.run.stderr_tails import tails_of
 
 _MOST_WITHOUT_RING = 1 << 16  # ranks of a job without a ring; a larger number is damage
 _S = 1e9
+_FRESH_S = 2.0  # four heartbeats: a ring with one so young is what its rank writes into now
+_SYNCHRONISING = [OPS.index(name) for name in SYNCHRONISING]
 
 ProcessState = Callable[[Header], str]
 
@@ -196,7 +202,37 @@ class SnapshotBuilder:
         known, longest_s = known[calls["rank"]], longest_s[calls["rank"]]
         ago_s = np.clip((moment - known) / _S, 0.0, longest_s)
         calls["noticed_s"] = np.where(known > 0, ago_s, NOTICED_S)
+        going_on = [
+            rank
+            for rank, ring in self._seen.items()
+            if ring.state == ALIVE and bounded[rank] - ring.last_ns < _FRESH_S * _S
+        ]
+        calls["noticed_s"][_lack_a_member(calls, going_on)] = 0.0
         return calls
+
+
+def _lack_a_member(calls: Calls, going_on: Sequence[int]) -> Bools:
+    """Return which calls in flight on devices cannot be over: a rank that goes on is yet to come.
+
+    Nobody leaves these collectives before the last member has issued them. That is on record at
+    once, while nobody may have looked at the devices for long: the look needs the GIL. A rank whose
+    own device may be in an earlier call proves nothing: that call may be what hangs.
+    """
+    in_flight = unfinished(calls) & (calls["flags"] & FLAG_DEVICE != 0)
+    held = calls["rank"][in_flight & (calls["age_s"] < calls["noticed_s"])]
+    lacking = in_flight & np.isin(calls["op"], _SYNCHRONISING) & (calls["group"] >= 0)
+    free = np.isin(calls["rank"], np.setdiff1d(going_on, held)) & (calls["group"] >= 0)
+    rows = np.flatnonzero((calls["kind"] == COLLECTIVE) & free)
+    if not lacking.any() or not len(rows):
+        return np.zeros(len(calls), bool)
+    rows = rows[np.lexsort((calls["rank"][rows], calls["group"][rows]))]
+    group, rank = calls["group"][rows], calls["rank"][rows]
+    changes = (group[1:] != group[:-1]) | (rank[1:] != rank[:-1])
+    first = np.flatnonzero(np.concatenate([[True], changes]))
+    newest = np.maximum.reduceat(calls["seq"][rows], first)
+    all_came = np.full(int(calls["group"].max()) + 1, LARGEST)  # by group: the newest call of all
+    np.minimum.at(all_came, group[first], newest)
+    return np.asarray(lacking & (calls["seq"] > all_came[calls["group"]]))
 
 
 def _world_of(exits: Sequence[Exit]) -> int:

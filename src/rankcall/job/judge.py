@@ -23,7 +23,7 @@ from rankcall.analysis.verdicts import find, find_final, settles_in
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.encoding import encode
-from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.verdicts.evidence import held_for, patience
 from rankcall.analysis.verdicts.final import Proofs, proofs_in
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in, waits_that_ended
@@ -271,7 +271,7 @@ class Judge:
         ranks is a cause that no verdict has named.
         """
         calls = snapshot.calls
-        late = unfinished(calls) & (calls["age_s"] >= patience(snapshot, self._hang_after))
+        late = unfinished(calls) & (held_for(snapshot) >= patience(snapshot, self._hang_after))
         if not late.any():
             silence = silence_of(snapshot, self._hang_after)
             return are_open(known) and silence is not None and silence.is_long
@@ -288,7 +288,7 @@ class Judge:
     def _next_look(self, snapshot: Snapshot, known: bool) -> float:
         """Return when to look again: when a call becomes overdue, or after a growing pause."""
         calls = snapshot.calls
-        left = (patience(snapshot, self._hang_after) - calls["age_s"])[unfinished(calls)]
+        left = (patience(snapshot, self._hang_after) - held_for(snapshot))[unfinished(calls)]
         soonest = float(np.min(left[left > 0], initial=np.inf))
         pause, self._pause = self._pause, min(2 * self._pause, _PAUSE_S[1])
         return time.monotonic() + min(soonest + 0.02, _VERDICT_PAUSE_S if known else pause)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rankcall.process import has_tracer
 from rankcall.ring.layout import Header
 from rankcall.run.load import Run
 from rankcall.run.own_stacks import other_threads_of, request_stacks, training_thread_of
@@ -66,11 +67,12 @@ def py_spy() -> str | None:
 def _spied(spy: str, header: Header) -> str:
     """Dump one process, with native frames if that works; return "" if it is not allowed.
 
-    py-spy pauses a process while it reads the stacks. It cannot pause a stopped process, so that
-    one is read without a pause and without native frames.
+    py-spy pauses a process while it reads the stacks. It cannot pause one that is stopped, or that
+    a tracer holds, for which it would wait until its time is over. So that one is read without a
+    pause and without native frames.
     """
-    stopped = header.process_state() == "stopped"
-    for options in [["--nonblocking"]] if stopped else [["--native"], []]:
+    is_held = header.process_state() == "stopped" or has_tracer(header.pid)
+    for options in [["--nonblocking"]] if is_held else [["--native"], []]:
         try:
             done = subprocess.run(
                 [spy, "dump", *options, "--pid", str(header.pid)],

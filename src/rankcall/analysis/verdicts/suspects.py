@@ -31,9 +31,17 @@ class Suspects:
         return rank in self.exits.left or self.snapshot.ranks[rank].leaving
 
     def overdue(self, waits: Iterable[Wait]) -> list[Wait]:
-        """Return the overdue waits behind some waits, but not those of halted ranks alone."""
+        """Return the overdue waits behind some waits, but not those of halted ranks alone.
+
+        A call that only halted ranks are in may be over: they note no more ends. It is not if a
+        rank that goes on has not come to it.
+        """
         reached = [wait for wait in self.graph.reach(waits) if wait.hung]
-        return [wait for wait in reached if not self.halted.issuperset(wait.waiters)]
+        return [
+            wait
+            for wait in reached
+            if not self.halted.issuperset(wait.waiters) or not self.halted.issuperset(wait.absent)
+        ]
 
 
 @dataclass

@@ -174,6 +174,43 @@ def test_the_rank_that_others_wait_for_has_not_noticed_an_end(tmp_path: Path) ->
     assert causes(after) == [("missing", (2,))]
 
 
+@pytest.mark.parametrize(
+    ("op", "free", "found"),
+    [
+        ("all_reduce", True, [("missing", (2,))]),
+        ("all_reduce", False, []),  # its device may be in another call, in which it waits
+        ("broadcast", True, []),  # its root may leave before the others have come
+    ],
+)
+def test_a_call_that_a_rank_has_not_come_to_is_not_over(
+    tmp_path: Path, op: str, free: bool, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Rank 2 has looked and goes on. Nobody else can: a tracer holds their threads with the GIL."""
+    calls = [
+        replace(call, op=op, root=0 if op == "broadcast" else -1)
+        for call in calls_on_devices((), told=False, issued_by=(0, 1, 3))
+    ]
+    if not free:
+        other = calls_on_devices((), told=False, group=Group("1", 0, "nccl", "other", (2, 3)), at=9)
+        calls += [call for call in other if call.seq <= HUNG]
+    known = dict.fromkeys(WORLD.ranks, 2 * MS) | ({2: 20_000 * MS} if free else {})
+    diagnosis = diagnose_calls(tmp_path, calls, devices_known=known, **SOON)
+    assert causes(diagnosis) == found
+    how = "in" if found else "end_unknown"
+    assert {row.how for row in diagnosis.ranks if row.rank != 2} == {how}
+
+
+def test_the_waits_of_halted_ranks_count_if_a_rank_that_goes_on_has_not_come(
+    tmp_path: Path,
+) -> None:
+    """All but rank 2 have run no Python thread for long, and rank 2 has not come to their call."""
+    calls = calls_on_devices((), told=False, issued_by=(0, 1, 3))
+    beats = dict.fromkeys((0, 1, 3), 8.0)
+    known = dict.fromkeys(WORLD.ranks, 69_000 * MS)
+    diagnosis = diagnose_calls(tmp_path, calls, states={}, beats=beats, devices_known=known)
+    assert ("missing", (2,)) in causes(diagnosis)
+
+
 def test_a_rank_that_is_stopped_never_looks(tmp_path: Path) -> None:
     """The others have looked, and hang in the call that it has issued."""
     diagnosis = diagnose_calls(
