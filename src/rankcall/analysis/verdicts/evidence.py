@@ -71,6 +71,7 @@ class HangEvidence:
     cycles: list[Cycle]  # that no disagreement explains
     cases: list[Case]  # ranks that others wait for and that wait for no other rank
     unseen: Bools  # by call: on a device at which its rank has not looked since it may be over
+    young: Bools  # by call: on a device, and too young to be followed
 
     @property
     def stuck(self) -> Wait | None:
@@ -122,9 +123,15 @@ class HangEvidence:
     def may_be_held_elsewhere(self, wait: Wait) -> bool:
         """Tell whether a rank's device may be in another call, which is the cause of this wait.
 
-        The rank has not looked since that call may be over, so that the call is not followed yet.
+        That call is not followed yet: its rank has not looked since it may be over, or the end of
+        the one before it was noticed only just now, as each back end is looked at by itself.
         """
         calls = self.snapshot.calls
+        own = calls[_ends_of(calls, wait)]
+        index = np.full(len(self.snapshot.ranks), -1, np.int64)
+        index[own["rank"]] = own["index"]
+        if (self.young & (calls["index"] < index[calls["rank"]])).any():
+            return self.snapshot.live
         rows = np.flatnonzero(self.unseen)
         if not (self.snapshot.live and len(rows)):
             return False
@@ -185,6 +192,7 @@ def hang_evidence(
     hung = (hung & ~may_be_over) | failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
     followed &= ~may_be_over | failed  # a rank may have left these, as its position says
+    young = in_flight & ~followed & ~may_be_over & (calls["flags"] & FLAG_DEVICE != 0)
     if endless is not None:
         hung, followed = in_flight & endless, in_flight
     # A rank that has ended is in no call, whether it left records or not.
@@ -220,6 +228,7 @@ def hang_evidence(
         cycles,
         cases,
         unseen,
+        young,
     )
 
 

@@ -554,6 +554,42 @@ def test_a_batch_holds_back_the_collectives_of_its_group(
     assert causes(diagnosed(tmp_path, calls)) == found
 
 
+@pytest.mark.parametrize(("noticed", "found"), [(0, [("deadlock", (0, 1))]), (990, [])])
+def test_nothing_is_stuck_while_the_call_before_is_too_young(
+    tmp_path: Path, noticed: int, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Rank 1 leaves out a call of the pair and waits in the next one of all, as do the others.
+
+    Rank 0's device is in the pair's call. How long, is known from the last end of the pair's, which
+    is noticed by itself, so many ms after that of all.
+    """
+    calls = []
+    for rank in WORLD.ranks:
+        for seq in (1, 2):
+            if rank < 2 and (rank, seq) != (1, 2):
+                end = 10 + noticed if seq == 1 else None
+                calls.append((rank, seq, PAIR, 3 * seq, end))
+            calls.append((rank, seq, WORLD, 3 * seq + 1, 10 if seq == 1 else None))
+    made = [
+        Call(
+            rank,
+            seq,
+            at * MS,
+            None if end is None else end * MS,
+            group=group,
+            line=7,
+            flags=FLAG_DEVICE,
+            thread=10,
+        )
+        for rank, seq, group, at, end in calls
+    ]
+    known = dict.fromkeys(WORLD.ranks, 1000 * MS)
+    diagnosis = diagnose_calls(
+        tmp_path, made, states={}, seconds=1, hang_after=0.2, devices_known=known
+    )
+    assert causes(diagnosis) == found
+
+
 @pytest.mark.parametrize(("looked", "found"), [((0, 2), []), ((0, 1, 2), [("deadlock", (1, 2))])])
 def test_nothing_is_stuck_while_a_rank_may_be_in_another_call(
     tmp_path: Path, looked: tuple[int, ...], found: list[tuple[str, tuple[int, ...]]]
