@@ -183,12 +183,12 @@ def test_a_batch_left_out_before_a_collective(jobs: RecordedJobs, capture: str) 
         if torch_version() >= (2, 15):
             assert (found["kind"], found["ranks"]) in [("stuck", []), ("no_progress", [])]
             break
-        if found["kind"] == "deadlock":
+        if found["kind"] == "deadlock" and found["victims"]:
             assert (found["ranks"], found["victims"]) == ([0, 2], [1])
             assert {row["rank"]: row["seq"] for row in diagnosis["ranks"]} == {0: 40, 1: 20, 2: 20}
             break
         # Until a rank has looked at its device, it may have left its call.
-        assert found["kind"] in ("stuck", "no_progress", "missing")
+        assert found["kind"] in ("stuck", "no_progress", "missing", "deadlock")
         assert set(found["ranks"]) <= {0, 2}
     job.tell("end")
     job.job.succeed()
