@@ -184,6 +184,26 @@ def test_ranks_need_not_leave_together(jobs: Jobs) -> None:
     )
 
 
+def test_no_operation_takes_no_time(jobs: Jobs) -> None:
+    """Between an event before a small operation and one after it lie two microseconds at least.
+
+    A root's part of a broadcast is over as soon as its bytes are in the ring, here in less than one.
+    """
+    jobs.run(
+        2,
+        """
+        init()
+        x = torch.ones(2, device="cuda"); dist.broadcast(x, 0)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(200)]
+        for before, after in pairs:
+            before.record(); dist.broadcast(x, 0); after.record()
+        torch.cuda.synchronize()
+        shortest = min(before.elapsed_time(after) for before, after in pairs)
+        assert shortest >= 0.002, shortest
+        """,
+    )
+
+
 def test_groups_and_coalescing(jobs: Jobs) -> None:
     """Subgroups, groups of one, and several collectives in one NCCL group."""
     jobs.run(

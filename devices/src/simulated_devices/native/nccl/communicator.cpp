@@ -19,6 +19,9 @@ namespace {
 
 constexpr uint64_t IN_A_GRAPH = ~0ull;  // the operations of a graph run in the order of its launches
 
+// No kernel of NCCL is shorter, and a program may divide by its duration, which torch has in microseconds.
+constexpr std::chrono::microseconds SHORTEST(2);
+
 // NCCL operations are numbered per device from 1, in the order of their launches; a group is one.
 std::atomic<long long> launched_on[64];
 
@@ -185,8 +188,11 @@ void Communicator::run(const std::vector<Task>& tasks, uint64_t ticket, long lon
     // A kernel that a fault holds back, or whose network is broken, ends only if the communicator is aborted.
     bool starts = until([&] { return error == ncclSuccess && !simulated_stalls_nccl(device, number); });
     if (starts) {
+      auto began = std::chrono::steady_clock::now();
       throttle(tasks);
       run_tasks(*this, tasks);
+      while (std::chrono::steady_clock::now() - began < SHORTEST) {
+      }
     }
     running_number_ = 0;
   }
