@@ -5,7 +5,7 @@ They are in PyTorch's repository and in no wheel: ``--tests`` names the folder t
 may be simulated. ``--record`` switches recording on in every rank first.
 
     devices exec --gpus 2 -- python tests/upstream/nccl_suite.py --tests DIR --out FILE
-        [--record native|python --run-dir DIR] [--only CLASS.TEST ...] [--part I/N]
+        [--record native|python --run-dir DIR] [--only CLASS.TEST ...]
 """
 
 from __future__ import annotations
@@ -95,18 +95,16 @@ def main() -> None:
     parser.add_argument("--record", default="", choices=["", "native", "python"])
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--part", default="1/1", help="every N-th test, from the I-th")
     options = parser.parse_args()
     tests = _tests_of(options.tests.resolve())
     if options.only:
         tests = [test for test in tests if any(name in test.id() for name in options.only)]
-    part, parts = map(int, options.part.split("/"))
     common_distributed.TIMEOUT_DEFAULT = TEST_SECONDS
     signal.signal(signal.SIGALRM, _give_up)
     torch.multiprocessing.get_context = _fork
     if options.record:
         MultiProcessTestCase._run = _run_recorded(options.record, options.run_dir)
-    unittest.TestSuite(tests[part - 1 :: parts]).run(_Limited(options.out, parts=2))
+    unittest.TestSuite(tests).run(_Limited(options.out, parts=2))
 
 
 if __name__ == "__main__":
