@@ -346,9 +346,8 @@ FLAG_DEVICE = 4
 FLAG_NOT_STARTED = 8
 # In place of the time at which a device started an op; 0: it has not started it.
 START_UNKNOWN = -1
-END_UNKNOWN = (
-    -2
-)  # nor is it known whether the op is over: FLAG_ABANDONED, until another one follows
+# Nor is it known whether the op is over: FLAG_ABANDONED, until another one follows.
+END_UNKNOWN = -2
 
 RECORD = np.dtype(
     [

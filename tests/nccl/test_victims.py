@@ -105,17 +105,19 @@ def test_a_rank_whose_stacks_are_read_is_not_stopped(
     opens = f"open({str(gate)!r}).close() if rank == 0 else wait_told('end')"
     job = start(jobs, capture, opens)
     pid = job.job.ranks[0].pid
-    while Path(f"/proc/{pid}/syscall").read_text().split()[0] != OPENAT[platform.machine()]:
-        assert time.monotonic() < job.job.deadline, job.job.report()
-        time.sleep(0.01)
+    try:
+        while Path(f"/proc/{pid}/syscall").read_text().split()[0] != OPENAT[platform.machine()]:
+            assert time.monotonic() < job.job.deadline, job.job.report()
+            time.sleep(0.01)
+    except PermissionError as error:
+        pytest.skip(f"this machine does not let a process trace another: {error}")
     with held(pid):
         said = verdicts_of(job)
         assert causes(job) == [("missing", [1])]
     assert said == [[("missing", [1])]]
     job.tell("end")
-    opened = os.open(gate, os.O_RDWR)  # to write alone would wait for the reader
-    job.job.succeed()
-    os.close(opened)
+    with open(gate, "r+b", buffering=0):  # to write alone would wait for the reader
+        job.job.succeed()
     assert "stopped" not in job.job.report()
 
 

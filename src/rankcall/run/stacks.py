@@ -67,9 +67,8 @@ def py_spy() -> str | None:
 def _spied(spy: str, header: Header) -> str:
     """Dump one process, with native frames if that works; return "" if it is not allowed.
 
-    py-spy pauses a process while it reads the stacks. It cannot pause one that is stopped, or that
-    a tracer holds, for which it would wait until its time is over. So that one is read without a
-    pause and without native frames.
+    py-spy pauses a process while it reads the stacks. It cannot pause one that is stopped or has a
+    tracer already, so that one is read without a pause and without native frames.
     """
     is_held = header.process_state() == "stopped" or has_tracer(header.pid)
     for options in [["--nonblocking"]] if is_held else [["--native"], []]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
+from rankcall.analysis.snapshot import ALIVE, GONE, STOPPED, RankState, Snapshot
 from rankcall.analysis.verdicts.ends import FROZEN_S, FROZEN_SHARE, Exits, ended_ago_s
 from rankcall.analysis.verdicts.wait_graph import Wait, WaitGraph
 
@@ -33,15 +33,20 @@ class Suspects:
     def overdue(self, waits: Iterable[Wait]) -> list[Wait]:
         """Return the overdue waits behind some waits, but not those of halted ranks alone.
 
-        A call that only halted ranks are in may be over: they note no more ends. It is not if a
-        rank that goes on has not come to it.
+        A call that only halted ranks are in may be over: they note no more ends. It is not if one
+        of them still runs, and a rank that goes on has not come to it: a tracer may hold the thread
+        that has the GIL.
         """
         reached = [wait for wait in self.graph.reach(waits) if wait.hung]
         return [
             wait
             for wait in reached
-            if not self.halted.issuperset(wait.waiters) or not self.halted.issuperset(wait.absent)
+            if not self.halted.issuperset(wait.waiters)
+            or (self._runs(wait.waiters) and not self.halted.issuperset(wait.absent))
         ]
+
+    def _runs(self, ranks: Iterable[int]) -> bool:
+        return any(self.snapshot.ranks[rank].state == ALIVE for rank in ranks)
 
 
 @dataclass

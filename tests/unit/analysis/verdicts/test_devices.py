@@ -211,6 +211,19 @@ def test_the_waits_of_halted_ranks_count_if_a_rank_that_goes_on_has_not_come(
     assert ("missing", (2,)) in causes(diagnosis)
 
 
+@pytest.mark.parametrize("flags", [0, FLAG_DEVICE])
+@pytest.mark.parametrize("state", ["gone", "stopped"])
+def test_nobody_is_missing_from_a_call_of_a_rank_that_is_dead_or_stopped(
+    tmp_path: Path, flags: int, state: str
+) -> None:
+    """Rank 0 came first and waits no more. The others may take their time before that call."""
+    calls = [Call(rank, 1, MS, 2 * MS, group=WORLD, line=7, flags=flags) for rank in WORLD.ranks]
+    calls.append(Call(0, 2, 3 * MS, None, group=WORLD, line=7, flags=flags))
+    exits = {0: (-9, 1.0)} if state == "gone" else {}
+    diagnosis = diagnose_calls(tmp_path, calls, states={0: state}, beats={0: 1.0}, exits=exits)
+    assert causes(diagnosis) == [("dead" if state == "gone" else "stopped", (0,))]
+
+
 def test_a_rank_that_is_stopped_never_looks(tmp_path: Path) -> None:
     """The others have looked, and hang in the call that it has issued."""
     diagnosis = diagnose_calls(
