@@ -11,6 +11,7 @@ Requests come as lines of JSON on stdin, answers go to stdout:
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -66,6 +67,7 @@ if __name__ == "__main__":
     import torch
     import torch._dynamo  # noqa: F401  (imported at the first all_gather_object and optimizer step)
 
+    gc.freeze()  # each collection of a rank, and the one as it ends, would visit and copy the heap of torch
     say({"ready": True})
     rank_request = serve()
     if rank_request is not None:
