@@ -120,9 +120,13 @@ def test_a_device_that_never_starts_is_named(
 
 
 def _is_clear(found: dict[str, Any], others: list[int]) -> bool:
-    """Tell whether diagnose has seen that the others have started."""
-    started = found["findings"][0]["facts"][0]["others"]
-    return started is not None and started["ranks"] == others
+    """Tell whether diagnose knows that the others have started, and that they are still waiting.
+
+    A rank has told of its start, and has not looked since, if its watcher has had no turn.
+    """
+    one = found["findings"][0]
+    started = one["facts"][0]["others"]
+    return started is not None and started["ranks"] == one["victims"] == others
 
 
 @pytest.mark.parametrize("timing", ["0"] if HAS_STARTS else ["0", "1"])
