@@ -124,7 +124,8 @@ class HangEvidence:
         """Tell whether a rank's device may be in another call, which is the cause of this wait.
 
         That call is not followed yet: its rank has not looked since it may be over, or the end of
-        the one before it was noticed only just now, as each back end is looked at by itself.
+        the one before it was noticed only just now, as each back end is looked at by itself. Or it
+        is in flight for certain, and whether the rank has come out of this wait is not known.
         """
         calls = self.snapshot.calls
         own = calls[_ends_of(calls, wait)]
@@ -132,9 +133,11 @@ class HangEvidence:
         index[own["rank"]] = own["index"]
         if (self.young & (calls["index"] < index[calls["rank"]])).any():
             return self.snapshot.live
-        rows = np.flatnonzero(self.unseen)
-        if not (self.snapshot.live and len(rows)):
+        late = np.unique(calls["rank"][self.unseen])
+        if not (self.snapshot.live and len(late)):
             return False
+        on_device = self.in_flight & (calls["flags"] & FLAG_DEVICE != 0)
+        rows = np.flatnonzero(on_device & np.isin(calls["rank"], late))
         rows = rows[np.lexsort((calls["index"][rows], calls["rank"][rows]))]
         _, first = np.unique(calls["rank"][rows], return_index=True)
         return not _ends_of(calls, wait)[rows[first]].all()

@@ -567,14 +567,18 @@ def test_a_batch_holds_back_the_collectives_of_its_group(
     assert causes(diagnosed(tmp_path, calls)) == found
 
 
-@pytest.mark.parametrize(("noticed", "found"), [(0, [("deadlock", (0, 1))]), (990, [])])
-def test_nothing_is_stuck_while_the_call_before_is_too_young(
-    tmp_path: Path, noticed: int, found: list[tuple[str, tuple[int, ...]]]
+@pytest.mark.parametrize(
+    ("noticed", "looked", "found"),
+    [(0, 1000, [("deadlock", (0, 1))]), (990, 1000, []), (0, 5, [])],
+)
+def test_nothing_is_stuck_while_the_device_may_be_in_the_call_before(
+    tmp_path: Path, noticed: int, looked: int, found: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     """Rank 1 leaves out a call of the pair and waits in the next one of all, as do the others.
 
     Rank 0's device is in the pair's call. How long, is known from the last end of the pair's, which
-    is noticed by itself, so many ms after that of all.
+    is noticed by itself, so many ms after that of all. If rank 0 has not looked since it issued
+    both, it is in the pair's all the same, to which rank 1 has not come.
     """
     calls = []
     for rank in WORLD.ranks:
@@ -596,7 +600,7 @@ def test_nothing_is_stuck_while_the_call_before_is_too_young(
         )
         for rank, seq, group, at, end in calls
     ]
-    known = dict.fromkeys(WORLD.ranks, 1000 * MS)
+    known = dict.fromkeys(WORLD.ranks, 1000 * MS) | {0: looked * MS}
     diagnosis = diagnose_calls(
         tmp_path, made, states={}, seconds=1, hang_after=0.2, devices_known=known
     )
