@@ -253,7 +253,7 @@ class WorldMismatchError(_Explained, ValueError):
         self.claims = tuple(claims)
 
 
-# The names of rankcall 0.1, by those that they have now. They go in 0.3.
+# The names of rankcall 0.1, by those that they have now. They go in 0.4.
 _RENAMED = {
     "AuthenticationFailed": "AuthenticationError",
     "BackendNotFound": "BackendNotFoundError",
@@ -288,7 +288,7 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 3) -> None:
         new: What to use instead.
         stacklevel: As that of ``warnings.warn``; 3 is the caller of the caller.
     """
-    message = f"{old} is deprecated and goes in rankcall 0.3: use {new}"
+    message = f"{old} is deprecated and goes in rankcall 0.4: use {new}"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 

@@ -83,7 +83,7 @@ def _latest_here() -> Path | None:
 
 def say_moved(old: str, new: str) -> None:
     """Say on stderr that an option has a new spelling. The old one works for one version."""
-    say(f"{old} is now {new}; the old spelling works until rankcall 0.3")
+    say(f"{old} is now {new}; the old spelling works until rankcall 0.4")
 
 
 def exit_with(verdict: Verdict) -> None:

@@ -157,7 +157,7 @@ class Descriptions:
     def frame(self) -> pl.DataFrame:
         """Return a table with a column for each fact (ranks as ``0-3,8``).
 
-        Until version 0.3 it also has the columns of version 0.1, by the names of a description.
+        Until version 0.4 it also has the columns of version 0.1, by the names of a description.
         """
         import polars as pl
 

@@ -31,7 +31,7 @@ class _Sums:
 
 
 class Prometheus:
-    """Deprecated until version 0.3: use ``PrometheusNode``, or ``OpenTelemetry`` for histograms.
+    """Deprecated, goes in version 0.4: use ``PrometheusNode``, or ``OpenTelemetry`` for histograms.
 
     Serves metrics over HTTP; each rank of a host listens on ``port`` + its local rank.
 
