@@ -84,7 +84,7 @@ class HangEvidence:
         ]
         stuck_waits.sort(key=lambda wait: -wait.age_s)
         for wait in stuck_waits:
-            ends = self.snapshot.calls[_ends_of(self.snapshot.calls, wait)]
+            ends = self.snapshot.calls[ends_of(self.snapshot.calls, wait)]
             if (ends["flags"] & PEER_CLOSED).any() or self._ended_with_it(wait):
                 continue
             if self._is_overdue_for_all(wait):
@@ -109,7 +109,7 @@ class HangEvidence:
         """
         if not (self.snapshot.live or self.snapshot.dumped) or wait.behind:
             return True
-        ends = self.snapshot.calls[_ends_of(self.snapshot.calls, wait)]
+        ends = self.snapshot.calls[ends_of(self.snapshot.calls, wait)]
         if (ends["status"] > COMPLETED).any():
             return True
         if self.snapshot.dumped:
@@ -128,7 +128,7 @@ class HangEvidence:
         is in flight for certain, and whether the rank has come out of this wait is not known.
         """
         calls = self.snapshot.calls
-        own = calls[_ends_of(calls, wait)]
+        own = calls[ends_of(calls, wait)]
         index = np.full(len(self.snapshot.ranks), -1, np.int64)
         index[own["rank"]] = own["index"]
         if (self.young & (calls["index"] < index[calls["rank"]])).any():
@@ -140,7 +140,7 @@ class HangEvidence:
         rows = np.flatnonzero(on_device & np.isin(calls["rank"], late))
         rows = rows[np.lexsort((calls["index"][rows], calls["rank"][rows]))]
         _, first = np.unique(calls["rank"][rows], return_index=True)
-        return not _ends_of(calls, wait)[rows[first]].all()
+        return not ends_of(calls, wait)[rows[first]].all()
 
     def is_alone_in(self, wait: Wait) -> bool:
         """Tell whether dumps show one rank in a collective that none of several members came to.
@@ -370,7 +370,7 @@ def _may_be_over(calls: Calls) -> Bools:
     return over
 
 
-def _ends_of(calls: Calls, wait: Wait) -> Bools:
+def ends_of(calls: Calls, wait: Wait) -> Bools:
     """Return which calls are those of a collective's members, or of a message's two ends."""
     here = (calls["group"] == wait.group) & (calls["seq"] == wait.seq)
     if wait.channel is None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rankcall.analysis.snapshot import START_SEEN, Calls, Snapshot, not_started
-from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.snapshot import COMPLETED, START_SEEN, Snapshot, not_started
+from rankcall.analysis.verdicts.evidence import HangEvidence, ends_of
 from rankcall.analysis.verdicts.facts import Relation
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
@@ -55,9 +55,13 @@ class Stuck(Kind):
 
 
 def _what_is_known(snapshot: Snapshot, wait: Wait) -> Relation:
-    """Return what is known of the devices of the ranks that do not get out."""
-    calls: Calls = snapshot.calls
-    if (calls["flags"][wait.rows] & START_SEEN != 0).all():
+    """Return what is known of the devices of the ranks that do not get out.
+
+    A rank that has not looked since it may be over is no waiter, and may not have started it.
+    """
+    calls = snapshot.calls
+    not_over = ends_of(calls, wait) & (calls["status"] != COMPLETED)
+    if (calls["flags"][not_over] & START_SEEN != 0).all():
         return Relation.STUCK_TRANSFER
     everyone_waits = len(wait.waiters) == len(wait.present)
     if everyone_waits and bool(np.all(not_started(calls)[wait.rows])):

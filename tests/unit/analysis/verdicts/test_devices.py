@@ -146,6 +146,21 @@ def test_what_no_rank_has_looked_at_since_is_not_stuck(
     assert {row.how for row in diagnosis.ranks} == how
 
 
+@pytest.mark.parametrize(
+    ("started", "relation"),
+    [((0, 1, 2, 3), R.STUCK_TRANSFER), ((0, 2, 3), R.START_UNKNOWN)],
+)
+def test_all_ranks_have_come_only_if_each_has_started(
+    tmp_path: Path, started: tuple[int, ...], relation: Relation
+) -> None:
+    """Rank 1 has not looked since it issued the call, so it does not count as waiting in it."""
+    known = {rank: 2 * MS if rank == 1 else 20_000 * MS for rank in WORLD.ranks}
+    diagnosis = diagnose_calls(tmp_path, calls_on_devices(started), devices_known=known, **SOON)
+    assert causes(diagnosis) == [("stuck", ())]
+    (finding,) = diagnosis.findings
+    assert (finding.facts[0].relation, finding.victims) == (relation, (0, 2, 3))
+
+
 def test_looks_that_hang_silence_no_verdict(tmp_path: Path) -> None:
     """A back end that hangs with its device can hold up the looks of all ranks."""
     calls, known = calls_on_devices((), told=False), dict.fromkeys(WORLD.ranks, 2 * MS)
