@@ -163,7 +163,9 @@ def test_the_watcher_speaks_and_ends_the_job(
     assert all(rank.status not in (0, None) for rank in ranks), job.job.report()
     told = " ".join(" ".join(rank.output for rank in ranks).split())
     if timing == "1" and HAS_STARTS:
-        assert f"missing: Rank{'s 1-2' if len(stalled) > 1 else ' 1'} " in told
+        # The first verdict ends the job: a rank that has not looked by then is not in it.
+        named = {"Rank 1", "Rank 2", "Ranks 1-2"} if len(stalled) > 1 else {"Rank 1"}
+        assert any(f"missing: {ranks} " in told for ranks in named), told
         assert "has not started all_reduce" in told or "have not started all_reduce" in told
     else:
         assert f"stuck (possible): All {size} ranks have issued all_reduce" in told

@@ -22,6 +22,7 @@ from rankcall.analysis.snapshot import (
     CALL,
     COLLECTIVE,
     GONE,
+    LACKS,
     LONGEST_UNNOTICED_S,
     NOTICED_S,
     UNKNOWN,
@@ -207,7 +208,7 @@ class SnapshotBuilder:
             for rank, ring in self._seen.items()
             if ring.state == ALIVE and bounded[rank] - ring.last_ns < _FRESH_S * _S
         ]
-        calls["noticed_s"][_lack_a_member(calls, going_on)] = 0.0
+        calls["flags"][_lack_a_member(calls, going_on)] |= LACKS
         return calls
 
 

@@ -43,6 +43,7 @@ START_SEEN = 64  # of a call on a device: the back end has said that the device 
 # The caller waits in the function that issued it (``async_op`` is false). On a device, the caller's
 # stream waits, and its thread goes on.
 BLOCKS = 32
+LACKS = 16  # of a collective on devices: a member that goes on is yet to come, so it is not over
 
 Bools = npt.NDArray[np.bool_]
 Calls = npt.NDArray[Any]
@@ -230,9 +231,19 @@ def end_unknown(calls: Calls) -> Bools:
     Their end cannot be known (``FLAG_ABANDONED``), or their device may have ended them since their
     rank looked.
     """
-    new = (calls["flags"] & FLAG_DEVICE != 0) & (calls["age_s"] < calls["noticed_s"])
+    new = (calls["flags"] & (FLAG_DEVICE | LACKS) == FLAG_DEVICE) & (
+        calls["age_s"] < calls["noticed_s"]
+    )
     unknown: Bools = (calls["status"] < COMPLETED) & (new | (calls["flags"] & FLAG_ABANDONED != 0))
     return unknown
+
+
+def after_first(calls: Calls, rows: Bools) -> Bools:
+    """Return which calls their rank has issued after the first of its calls in ``rows``."""
+    first = np.full(int(calls["rank"].max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, calls["rank"][rows], calls["index"][rows])
+    after: Bools = calls["index"] > first[calls["rank"]]
+    return after
 
 
 def telling_threads(snapshot: Snapshot) -> dict[int, dict[int, str]]:
@@ -346,9 +357,12 @@ def standings(calls: Calls) -> Standings:
     """Return where each rank stands. Whatever shows a rank's place takes it from here.
 
     A rank is in the oldest call that it is stuck in. Otherwise it stands with its newest call, but
-    for sends that it has left behind: it has left that call, or the end is not known.
+    for sends that it has left behind: it has left that call, or the end is not known. That is so,
+    too, of a device whose end of a call before that one is not known: it may be in that one.
     """
     unknown, failed, behind = end_unknown(calls), failed_for_good(calls), _left_behind(calls)
+    on_device = unfinished(calls) & (calls["flags"] & FLAG_DEVICE != 0)
+    unknown |= on_device & after_first(calls, unknown & on_device)
     stuck = (unfinished(calls) & ~unknown & ~behind) | failed
     order = np.lexsort((calls["index"], ~behind, ~stuck, calls["rank"]))
     _, first = np.unique(calls["rank"][order], return_index=True)

@@ -81,13 +81,16 @@ def test_a_leader_looks_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_next_look_is_when_a_call_has_held_a_device_for_too_long(tmp_path: Path) -> None:
-    """The call was issued 25 s ago, behind one that ended 15 s ago. It may last 20 s."""
+    """The call was issued 25 s ago, behind one that ended 15 s ago. It may last 20 s.
+
+    The rank looks at its device every 2 s.
+    """
     before = Call(0, 1, 0, 10 * SECOND, group=WORLD, flags=FLAG_DEVICE)
     behind = Call(0, 2, MS, None, group=WORLD, flags=FLAG_DEVICE)
     seen = diagnose_calls(tmp_path, [before, behind], states={}, seconds=25).snapshot
     judge = Judge(tmp_path / "run", 20.0)
     judge._pause = 15.0
-    assert judge._next_look(seen, False) - time.monotonic() == pytest.approx(5, abs=0.5)
+    assert judge._next_look(seen, False) - time.monotonic() == pytest.approx(7, abs=0.5)
 
 
 def test_a_difference_far_back(tmp_path: Path) -> None:

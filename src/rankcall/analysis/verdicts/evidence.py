@@ -19,6 +19,8 @@ from rankcall.analysis.snapshot import (
     COLLECTIVE,
     COMPLETED,
     GONE,
+    LACKS,
+    LONGEST_UNNOTICED_S,
     P2P,
     PEER_CLOSED,
     RECV,
@@ -26,8 +28,10 @@ from rankcall.analysis.snapshot import (
     Bools,
     Calls,
     Snapshot,
+    after_first,
     failed_for_good,
     invalid_calls,
+    not_started,
     unfinished,
 )
 from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements_in, off_by_n
@@ -70,20 +74,20 @@ class HangEvidence:
     disagreements: list[Disagreement]
     cycles: list[Cycle]  # that no disagreement explains
     cases: list[Case]  # ranks that others wait for and that wait for no other rank
-    unseen: Bools  # by call: on a device at which its rank has not looked since it may be over
-    young: Bools  # by call: on a device, and too young to be followed
+    unsure: Bools  # by call: in flight on a device, and not known to have been for long
 
     @property
     def stuck(self) -> Wait | None:
         """The longest overdue wait that all members have arrived at.
 
         Not one that failed because a process closed its connections: that was not stuck, it ended.
+        Nor one that a rank has issued behind another call that does not end: that one comes first.
         """
-        stuck_waits = [
-            wait for wait in self.graph.waits if wait.hung and not wait.absent and not wait.soft
-        ]
-        stuck_waits.sort(key=lambda wait: -wait.age_s)
-        for wait in stuck_waits:
+        full = [wait for wait in self.graph.waits if not (wait.absent or wait.soft or wait.queued)]
+        first = [wait for wait in full if self.graph.is_first(wait)]
+        for wait in sorted(first or full, key=lambda wait: -wait.age_s):
+            if not wait.hung:
+                continue
             ends = self.snapshot.calls[ends_of(self.snapshot.calls, wait)]
             if (ends["flags"] & PEER_CLOSED).any() or self._ended_with_it(wait):
                 continue
@@ -117,30 +121,26 @@ class HangEvidence:
             return not may_be_over.any()
         least = float(self.allowed[wait.rows].min())
         if ends["flags"][0] & FLAG_DEVICE:
-            least = max(least, float(self.snapshot.calls["noticed_s"][wait.rows].min()))
+            least += float(_since_look(self.snapshot.calls[wait.rows]).min())
         return bool((ends["age_s"] >= least).all())
 
     def may_be_held_elsewhere(self, wait: Wait) -> bool:
-        """Tell whether a rank's device may be in another call, which is the cause of this wait.
+        """Tell whether a rank's device may be in a call before this one, which is what hangs.
 
-        That call is not followed yet: its rank has not looked since it may be over, or the end of
-        the one before it was noticed only just now, as each back end is looked at by itself. Or it
-        is in flight for certain, and whether the rank has come out of this wait is not known.
+        How long it has been in that call is not known, as its rank has looked too late, or has
+        noticed the end of the one before only just now. Or it is in that call for certain, and it
+        is not known that it is not past this one.
         """
-        calls = self.snapshot.calls
-        own = calls[ends_of(calls, wait)]
-        index = np.full(len(self.snapshot.ranks), -1, np.int64)
-        index[own["rank"]] = own["index"]
-        if (self.young & (calls["index"] < index[calls["rank"]])).any():
-            return self.snapshot.live
-        late = np.unique(calls["rank"][self.unseen])
-        if not (self.snapshot.live and len(late)):
+        if not self.snapshot.live:
             return False
-        on_device = self.in_flight & (calls["flags"] & FLAG_DEVICE != 0)
-        rows = np.flatnonzero(on_device & np.isin(calls["rank"], late))
-        rows = rows[np.lexsort((calls["index"][rows], calls["rank"][rows]))]
-        _, first = np.unique(calls["rank"][rows], return_index=True)
-        return not ends_of(calls, wait)[rows[first]].all()
+        calls = self.snapshot.calls
+        own = ends_of(calls, wait)
+        index = np.full(len(self.snapshot.ranks), -1, np.int64)
+        index[calls["rank"][own]] = calls["index"][own]
+        before = self.in_flight & (calls["flags"] & FLAG_DEVICE != 0)
+        before &= calls["index"] < index[calls["rank"]]
+        unsure_of_this = np.isin(calls["rank"], calls["rank"][own & self.unsure])
+        return bool((before & (self.unsure | unsure_of_this)).any())
 
     def is_alone_in(self, wait: Wait) -> bool:
         """Tell whether dumps show one rank in a collective that none of several members came to.
@@ -190,17 +190,17 @@ def hang_evidence(
     hung = in_flight & (lasted >= allowed)
     if hung.any():
         hung = in_flight & (lasted >= allowed * _BESIDE)
-    may_be_over = np.zeros(len(calls), bool) if snapshot.dumped else _may_be_over(calls)
-    unseen = hung & may_be_over
+    unseen = np.zeros(len(calls), bool) if snapshot.dumped else _unseen(snapshot)
+    may_be_over = unseen & (calls["flags"] & LACKS == 0)
     hung = (hung & ~may_be_over) | failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
     followed &= ~may_be_over | failed  # a rank may have left these, as its position says
-    young = in_flight & ~followed & ~may_be_over & (calls["flags"] & FLAG_DEVICE != 0)
+    unsure = in_flight & ~followed & (calls["flags"] & FLAG_DEVICE != 0)
     if endless is not None:
         hung, followed = in_flight & endless, in_flight
     # A rank that has ended is in no call, whether it left records or not.
     blind = {state.rank for state in snapshot.ranks if state.blind and state.state != GONE}
-    graph = WaitGraph(waits_of(snapshot, followed, hung), blind)
+    graph = WaitGraph(waits_of(snapshot, followed, hung, _idle(snapshot, unseen, allowed)), blind)
     victims = {int(rank) for rank in calls["rank"][failed]}
     exits = exits_of(snapshot, victims, _just_begun_s(snapshot, hang_after), hang_after)
     clashes = [
@@ -230,8 +230,7 @@ def hang_evidence(
         clashes,
         cycles,
         cases,
-        unseen,
-        young,
+        unsure,
     )
 
 
@@ -298,8 +297,30 @@ def held_for(snapshot: Snapshot) -> Floats:
     device comes to it, and what the host has issued since is no sign that the device goes on. A
     collective has held the device up for no longer than since the last end of a collective of its
     group was noticed: those end in order. Messages keep no order, so one has held the device up for
-    no longer than since the last end of any call on it.
+    no longer than since the last end of any call on it. Nor has it for longer than until its rank
+    last looked: what was in flight then may be over by now, unless a member is yet to come.
     """
+    calls, lasted = snapshot.calls, _in_flight_for(snapshot)
+    if snapshot.live:
+        lasted -= np.where(calls["flags"] & LACKS != 0, 0.0, _since_look(calls))
+    return np.maximum(lasted, 0.0)
+
+
+def _idle(snapshot: Snapshot, unseen: Bools, allowed: Floats) -> Bools:
+    """Return which calls their devices had not started when their rank looked, after a while.
+
+    If a call before may be over since, this one may have been started since.
+    """
+    idle = not_started(snapshot.calls) & ~unseen
+    if snapshot.live and idle.any():
+        idle &= ~after_first(snapshot.calls, unseen & (snapshot.calls["flags"] & LACKS == 0))
+        lasted = _in_flight_for(snapshot) - _since_look(snapshot.calls)
+        idle &= lasted >= allowed * _FOLLOWED
+    return idle
+
+
+def _in_flight_for(snapshot: Snapshot) -> Floats:
+    """Return how long each call has held its rank or its device up, if it goes on until now."""
     calls, ranks = snapshot.calls, len(snapshot.ranks)
     lasted: Floats = calls["age_s"].copy()
     if not snapshot.live:
@@ -323,7 +344,22 @@ def held_for(snapshot: Snapshot) -> Floats:
     ended = np.where(is_over & rows, calls["ended_s"], np.inf)
     groups = len(snapshot.groups) + 1
     _limit(lasted, rows, ended, rank * groups + calls["group"], ranks * groups)
+    in_flight = unfinished(calls) & on_device
+    if in_flight.any():
+        # Those that came first waited for the last one, and nothing was amiss.
+        may_end_s, complete = _may_end(snapshot, in_flight)
+        lasted[complete] = np.minimum(lasted, may_end_s)[complete]
     return lasted
+
+
+def _since_look(calls: Calls) -> Floats:
+    """Return how long ago the rank of each call on a device has looked there, in s.
+
+    0 on the CPU. A rank that has not for very long does look: its look hangs, with the device.
+    """
+    noticed = (calls["flags"] & FLAG_DEVICE != 0) & (calls["noticed_s"] < LONGEST_UNNOTICED_S)
+    since: Floats = np.where(noticed, calls["noticed_s"], 0.0)
+    return since
 
 
 def _limit(
@@ -344,7 +380,7 @@ def _limit(
         lasted[rows] = np.minimum(lasted[rows], since[queue[rows]])
 
 
-def _may_be_over(calls: Calls) -> Bools:
+def _unseen(snapshot: Snapshot) -> Bools:
     """Return which calls in flight may have ended since their rank looked at its devices.
 
     No view says of a rank that it is in a call whose end may not have been noticed yet, so no
@@ -352,22 +388,46 @@ def _may_be_over(calls: Calls) -> Bools:
     Whether that member has looked since does not matter: one that is stopped never does, and the
     others hang.
     """
-    on_device = calls["flags"] & FLAG_DEVICE != 0
-    in_flight: Bools = unfinished(calls) & on_device
+    calls = snapshot.calls
+    in_flight: Bools = unfinished(calls) & (calls["flags"] & FLAG_DEVICE != 0)
     if not in_flight.any():
         return in_flight
-    may_end_s = calls["age_s"].copy()  # since it may end
-    new = on_device & (calls["age_s"] < calls["noticed_s"][in_flight].max())
-    rows = np.flatnonzero((in_flight | new) & (calls["kind"] == COLLECTIVE))
-    if len(rows):
-        of_group = np.stack([calls["group"][rows], calls["seq"][rows]])
-        _, which = np.unique(of_group, axis=1, return_inverse=True)
-        which = which.ravel()
-        since = np.full(int(which.max()) + 1, np.inf)
-        np.fmin.at(since, which, may_end_s[rows])
-        may_end_s[rows] = since[which]
+    may_end_s, _ = _may_end(snapshot, in_flight)
     over: Bools = in_flight & (may_end_s < calls["noticed_s"])
     return over
+
+
+def _may_end(snapshot: Snapshot, in_flight: Bools) -> tuple[Floats, Bools]:
+    """Return since when each call may have ended for all, in s ago, and whether all have come.
+
+    A collective on devices may end once its last member has issued it, and may have ended for all,
+    at the latest, when its end was noticed on one rank. Other calls may end since their issue.
+
+    Args:
+        snapshot: The calls.
+        in_flight: The calls of which it is asked. The calls of other members are read as far back
+            as the oldest look of the ranks of these.
+    """
+    calls = snapshot.calls
+    since, complete = calls["age_s"].copy(), np.zeros(len(calls), bool)
+    oldest_s = calls["noticed_s"][in_flight].max(initial=0.0)
+    collective = (calls["flags"] & FLAG_DEVICE != 0) & (calls["kind"] == COLLECTIVE)
+    newer = (calls["age_s"] < oldest_s) | (calls["ended_s"] < oldest_s)
+    rows = np.flatnonzero(collective & (in_flight | newer))
+    if len(rows):
+        of_group = np.stack([calls["group"][rows], calls["seq"][rows]])
+        _, which, count = np.unique(of_group, axis=1, return_inverse=True, return_counts=True)
+        which = which.ravel()
+        last_came = np.full(len(count), np.inf)
+        np.fmin.at(last_came, which, since[rows])
+        noticed = np.full(len(count), -np.inf)
+        np.fmax.at(noticed, which, calls["ended_s"][rows])
+        has_ended = noticed >= 0
+        may_end = np.where(has_ended, np.minimum(last_came, noticed), last_came)
+        sizes = np.array([*(len(group.ranks) for group in snapshot.groups), 0])
+        since[rows] = may_end[which]
+        complete[rows] = has_ended[which] | (count[which] == sizes[calls["group"][rows]])
+    return since, complete
 
 
 def ends_of(calls: Calls, wait: Wait) -> Bools:

@@ -38,6 +38,7 @@ from rankcall.analysis.snapshot import (
     Calls,
     Snapshot,
     failed_for_good,
+    not_started,
     unfinished,
 )
 from rankcall.analysis.verdicts.disagreements import places_that_differ
@@ -100,7 +101,7 @@ def proofs_in(snapshot: Snapshot) -> Proofs:
     exits = exits_of(snapshot, set(calls["rank"][failed_for_good(calls)].tolist()))
     waits = [
         wait
-        for wait in waits_of(snapshot, in_flight, in_flight)
+        for wait in waits_of(snapshot, in_flight, in_flight, not_started(snapshot.calls))
         if not (wait.soft or wait.any_source or wait.behind or wait.unstarted)
     ]
     return frozenset(

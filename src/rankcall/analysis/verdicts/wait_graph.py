@@ -32,7 +32,6 @@ from rankcall.analysis.snapshot import (
     Bools,
     Calls,
     Snapshot,
-    not_started,
 )
 from rankcall.record import BATCH, FLAG_DEVICE, FROM_ROOT, OPS, SYNCHRONISING
 
@@ -72,14 +71,20 @@ class Wait:
     unstarted: list[int] = field(default_factory=list)  # absent: issued, not started on the device
     left: list[int] = field(default_factory=list)  # members whose devices have left the collective
     behind: bool = False  # all have come, since others have left: nothing holds the waiters
+    queued: bool = False  # the device of each rank that waits here is held in a call before it
+    # By rank that waits or whose device has not started it: the number of its record.
+    records: dict[int, int] = field(default_factory=dict)
+    idle_rows: Sequence[int] = ()  # the calls that their devices are known not to have started
 
 
-def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
-    """Return the waits behind the calls in ``blocked``. Calls in ``hung`` are overdue."""
+def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools, idle: Bools) -> list[Wait]:
+    """Return the waits behind the calls in ``blocked``.
+
+    Calls in ``hung`` are overdue. Devices are known not to have started those in ``idle``.
+    """
     calls = snapshot.calls
     collectives = np.flatnonzero(blocked & (calls["kind"] == COLLECTIVE))
     messages = np.flatnonzero(blocked & (calls["kind"] == P2P))
-    idle = not_started(calls)
     waits = list(_collective_waits(snapshot, collectives, hung, idle)) if len(collectives) else []
     if len(messages):
         waits += _message_waits(snapshot, messages, hung, idle)
@@ -134,7 +139,11 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) 
         if behind:
             # No member can leave before all have come: this outweighs records that are lost.
             absent, came = absent[:0], members
-        piece, unstarted = _split_unstarted(calls, piece, idle, came)
+        records = dict(
+            zip(calls["rank"][piece].tolist(), calls["index"][piece].tolist(), strict=True)
+        )
+        piece, idle_rows = _split_unstarted(calls, piece, idle, came)
+        unstarted = calls["rank"][idle_rows].astype(np.int64)
         absent, came = np.union1d(absent, unstarted), np.setdiff1d(came, unstarted)
         yield Wait(
             group,
@@ -148,21 +157,23 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) 
             left=np.setdiff1d(left, calls["rank"][piece]).tolist(),
             behind=behind,
             unstarted=unstarted.tolist(),
+            records=records,
+            idle_rows=idle_rows.tolist(),
         )
 
 
 def _split_unstarted(
     calls: Calls, waiting: Rows, idle: Bools, came: npt.NDArray[np.int64]
-) -> tuple[Rows, npt.NDArray[np.int64]]:
-    """Return the calls that devices have started, and the ranks whose devices have not.
+) -> tuple[Rows, Rows]:
+    """Return the calls that devices have started, and those that devices have not.
 
     If no device has started the collective, they all wait for something else.
     """
     begun = waiting[~idle[waiting]]
     has_left = len(np.setdiff1d(came, calls["rank"][waiting])) > 0
     if not len(begun) or not (has_left or (calls["flags"][begun] & START_SEEN).any()):
-        return waiting, came[:0]
-    return begun, calls["rank"][waiting[idle[waiting]]].astype(np.int64)
+        return waiting, waiting[:0]
+    return begun, waiting[idle[waiting]]
 
 
 def _only_root(waiting: Calls, absent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -253,21 +264,23 @@ def _note_queued(snapshot: Snapshot, waits: Sequence[Wait]) -> None:
     """
     queued = _queued_ranks(snapshot, waits)
     for wait in waits:
-        ranks = queued.get(_place(wait), set())
+        ranks = queued.get(_place(wait), {})
         stays = [number for number, rank in enumerate(wait.waiters) if rank not in ranks]
+        wait.queued = bool(ranks) and not stays
         if ranks and stays and not (wait.absent or wait.behind):
             wait.rows = wait.rows[stays]
             wait.waiters = [wait.waiters[number] for number in stays]
             wait.absent = wait.unstarted = sorted(ranks)
             wait.present = [rank for rank in wait.present if rank not in ranks]
+            wait.records |= ranks
 
 
 def _place(wait: Wait) -> _Place:
     return wait.group, wait.channel, wait.seq
 
 
-def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, set[int]]:
-    """Return by call the members whose devices are held in calls before it.
+def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, dict[int, int]]:
+    """Return by call the members whose devices are held in calls before it, with its records.
 
     A call that lacks a member holds the devices that are in it. One that lacks none ends once all
     devices have come to it, as far as is known, so it holds none for good, and is not taken for
@@ -297,7 +310,12 @@ def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, set
             if call.holds and call.place not in over:
                 held_in.setdefault(call.place, []).append(lane)
                 break
-    return {place: {lane[0] for lane in behind} for place, behind in queued.items() if behind}
+    number = {(call.place, lane): call.record for lane in lanes for call in lanes[lane]}
+    return {
+        place: {lane[0]: number[place, lane] for lane in behind}
+        for place, behind in queued.items()
+        if behind
+    }
 
 
 class _OnDevice(NamedTuple):
@@ -320,7 +338,7 @@ def _lanes(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Lane, list[_OnDev
     holding: set[_Lane] = set()
     for wait in waits:
         can_hold = not wait.soft and not wait.behind
-        for row in wait.rows.tolist():
+        for row in [*wait.rows.tolist(), *wait.idle_rows]:
             rank, group = int(calls["rank"][row]), int(calls["group"][row])
             stream, communicator = (rank, int(calls["thread"][row]), -1), (rank, 0, group)
             is_batch = _api(snapshot, row) == BATCH
@@ -347,20 +365,23 @@ def _holds_stream(snapshot: Snapshot, row: int) -> bool:
 
 
 class _DeviceEnds(NamedTuple):
-    """The ends of messages that devices are known not to have started, and those begun or over."""
+    """The ends of messages that devices are known not to have started, and those begun or over.
 
-    unstarted: set[tuple[int, int, int, int, int, int]]
+    The former with the number of its record.
+    """
+
+    unstarted: dict[tuple[int, int, int, int, int, int], int]
     begun: set[tuple[int, int, int, int, int, int]]
 
 
 def _device_ends(calls: Calls, idle: Bools) -> _DeviceEnds:
     idle = idle & (calls["kind"] == P2P)
     if not idle.any():
-        return _DeviceEnds(set(), set())
+        return _DeviceEnds({}, set())
     begun = (calls["flags"] & START_SEEN != 0) | (calls["status"] == COMPLETED)
     rows = np.flatnonzero(begun & (calls["kind"] == P2P))
     return _DeviceEnds(
-        {_end(calls, row) for row in np.flatnonzero(idle).tolist()},
+        {_end(calls, row): int(calls["index"][row]) for row in np.flatnonzero(idle).tolist()},
         {_end(calls, row) for row in rows.tolist()},
     )
 
@@ -389,7 +410,7 @@ def _message_wait(
     call = snapshot.calls[row]
     group, op, rank, peer, tag = key
     seq, age = int(call["seq"]), float(call["age_s"])
-    me = [rank]
+    me, records = [rank], {rank: int(call["index"])}
     if peer < 0:
         others = [member for member in snapshot.groups[group].ranks if member != rank]
         yield Wait(
@@ -403,6 +424,7 @@ def _message_wait(
             bool(hung[row]),
             Channel(-1, rank, tag),
             any_source=True,
+            records=records,
         )
         return
     other_op = RECV if op == SEND else SEND
@@ -417,6 +439,8 @@ def _message_wait(
     if own in ends.unstarted and other in ends.begun:
         return  # its device is what the other end waits for
     unstarted = [peer] if other in ends.unstarted and own in ends.begun else []
+    if unstarted:
+        records[peer] = ends.unstarted[other]
     here = came and not unstarted
     yield Wait(
         group,
@@ -430,6 +454,7 @@ def _message_wait(
         channel,
         soft,
         unstarted=unstarted,
+        records=records,
     )
 
 
@@ -446,19 +471,25 @@ class WaitGraph:
             for wait in waits:
                 _presume(wait, blind)
             _without_earlier(waits)
+        self._first: dict[int, int] = {}  # by rank: the record of its first call that lacks nobody
+        for wait in waits:
+            for rank in wait.waiters if not (wait.absent or wait.soft) else ():
+                self._first[rank] = min(wait.records[rank], self._first.get(rank, _NEVER))
         self.in_wait: dict[int, list[Wait]] = {}
         self.waits_for: dict[int, list[Wait]] = {}
-        late = {rank for wait in waits if wait.behind for rank in wait.waiters}
-        late.update(rank for wait in waits for rank in wait.unstarted)
+        late = _late(waits)
         for wait in waits:
-            # A rank that is late on its device has issued other calls behind the one that it is in.
-            # If no rank is missing there, they are no reason why it does not go on.
-            held = late if not wait.absent else ()
+            # A rank that is late on its device has issued other calls behind the one that it has
+            # not come to, or does not get out of. They are no reason why it does not go on.
             for rank in [*wait.waiters, *wait.presumed]:
-                if rank not in held:
+                if wait.records.get(rank, -1) < late.get(rank, _NEVER):
                     self.in_wait.setdefault(rank, []).append(wait)
             for rank in wait.absent:
                 self.waits_for.setdefault(rank, []).append(wait)
+
+    def is_first(self, wait: Wait) -> bool:
+        """Tell whether the ranks in a wait have issued none before it that lacks nobody, either."""
+        return all(wait.records[rank] == self._first[rank] for rank in wait.waiters)
 
     def blocked(self, rank: int) -> bool:
         """Tell whether a rank waits for another one."""
@@ -490,6 +521,15 @@ class WaitGraph:
     def victims(self, waits: Iterable[Wait]) -> set[int]:
         """Return the ranks in some waits, the ranks that wait for those, and so on."""
         return {rank for wait in self.reach(waits) for rank in wait.waiters}
+
+
+def _late(waits: Sequence[Wait]) -> dict[int, int]:
+    """Return by rank the first record at which its device is late, and nothing there holds it."""
+    late: dict[int, int] = {}
+    for wait in waits:
+        for rank in [*wait.unstarted, *(wait.waiters if wait.behind else ())]:
+            late[rank] = min(wait.records[rank], late.get(rank, _NEVER))
+    return late
 
 
 def _presume(wait: Wait, blind: Collection[int]) -> None:

@@ -140,7 +140,7 @@ def test_what_no_rank_has_looked_at_since_is_not_stuck(
     ``looked``: the ranks that have looked since they issued the call.
     """
     calls = calls_on_devices((), told=False)
-    known = {rank: 20_000 * MS if rank in looked else 2 * MS for rank in WORLD.ranks}
+    known = {rank: 24_999 * MS if rank in looked else 2 * MS for rank in WORLD.ranks}
     diagnosis = diagnose_calls(tmp_path, calls, devices_known=known, **SOON)
     assert causes(diagnosis) == found
     assert {row.how for row in diagnosis.ranks} == how
@@ -154,7 +154,7 @@ def test_all_ranks_have_come_only_if_each_has_started(
     tmp_path: Path, started: tuple[int, ...], relation: Relation
 ) -> None:
     """Rank 1 has not looked since it issued the call, so it does not count as waiting in it."""
-    known = {rank: 2 * MS if rank == 1 else 20_000 * MS for rank in WORLD.ranks}
+    known = {rank: 2 * MS if rank == 1 else 24_999 * MS for rank in WORLD.ranks}
     diagnosis = diagnose_calls(tmp_path, calls_on_devices(started), devices_known=known, **SOON)
     assert causes(diagnosis) == [("stuck", ())]
     (finding,) = diagnosis.findings
@@ -183,7 +183,7 @@ def test_the_rank_that_others_wait_for_has_not_noticed_an_end(tmp_path: Path) ->
     after = diagnose_calls(
         tmp_path / "after",
         calls_on_devices((), told=False, issued_by=(0, 1, 3)),
-        devices_known=dict.fromkeys(WORLD.ranks, 20_000 * MS),
+        devices_known=dict.fromkeys(WORLD.ranks, 24_999 * MS),
         **SOON,
     )
     assert causes(after) == [("missing", (2,))]
@@ -208,7 +208,7 @@ def test_a_call_that_a_rank_has_not_come_to_is_not_over(
     if not free:
         other = calls_on_devices((), told=False, group=Group("1", 0, "nccl", "other", (2, 3)), at=9)
         calls += [call for call in other if call.seq <= HUNG]
-    known = dict.fromkeys(WORLD.ranks, 2 * MS) | ({2: 20_000 * MS} if free else {})
+    known = dict.fromkeys(WORLD.ranks, 2 * MS) | ({2: 24_999 * MS} if free else {})
     diagnosis = diagnose_calls(tmp_path, calls, devices_known=known, **SOON)
     assert causes(diagnosis) == found
     how = "in" if found else "end_unknown"
@@ -649,7 +649,7 @@ def test_nothing_is_stuck_while_a_rank_may_be_in_another_call(
         for seq in (1, 2)
         for place, (op, peer) in enumerate(order)
     ]
-    known = {rank: 20_000 * MS if rank in looked else 0 for rank in range(3)}
+    known = {rank: 24_999 * MS if rank in looked else 0 for rank in range(3)}
     diagnosis = diagnose_calls(tmp_path, calls, devices_known=known, **SOON)
     assert causes(diagnosis) == found
 
