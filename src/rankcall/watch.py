@@ -12,8 +12,8 @@ import math
 import os
 from collections.abc import Callable
 
-from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.lasting import HANG_AFTER_S
 from rankcall.capture.settings import read_settings
 from rankcall.durations import Duration, seconds
 from rankcall.errors import RankcallError, warn_once

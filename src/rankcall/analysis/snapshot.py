@@ -357,8 +357,8 @@ def standings(calls: Calls) -> Standings:
     """Return where each rank stands. Whatever shows a rank's place takes it from here.
 
     A rank is in the oldest call that it is stuck in. Otherwise it stands with its newest call, but
-    for sends that it has left behind: it has left that call, or the end is not known. That is so,
-    too, of a device whose end of a call before that one is not known: it may be in that one.
+    for sends that it has left behind: it has left that call, or the end is not known. The end is
+    not known, either, if its device may still be in a call that it issued before.
     """
     unknown, failed, behind = end_unknown(calls), failed_for_good(calls), _left_behind(calls)
     on_device = unfinished(calls) & (calls["flags"] & FLAG_DEVICE != 0)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from rankcall import watch
-from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
+from rankcall.analysis.verdicts.lasting import HANG_AFTER_S
 from rankcall.cli.common import COMPILING, say, working
 from rankcall.errors import CaptureUnavailableError
 from rankcall.job.evidence import COLLECT_TO

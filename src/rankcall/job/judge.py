@@ -23,10 +23,10 @@ from rankcall.analysis.verdicts import find, find_final, settles_in
 from rankcall.analysis.verdicts.decoding import decode
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.encoding import encode
-from rankcall.analysis.verdicts.evidence import held_for, patience
 from rankcall.analysis.verdicts.final import Proofs, proofs_in
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kept import kept_in, waits_that_ended
+from rankcall.analysis.verdicts.lasting import held_for, patience
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.over import quiet_if_over
 from rankcall.analysis.verdicts.verdict import Origin, Verdict

@@ -22,7 +22,7 @@ from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.summary import Summary, summarise
 from rankcall.analysis.verdicts import find_slow
-from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.verdicts.lasting import patience
 from rankcall.record import FLAG_DEVICE
 from rankcall.report import json as json_report
 from rankcall.report import summary_text

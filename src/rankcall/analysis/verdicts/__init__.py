@@ -21,6 +21,7 @@
                                      what that adds at the end
     final                            waits that no time can end, which need no patience
     evidence                         the input of the kinds: a hang's waits, a running job's times
+    lasting                          how long calls have lasted, as far as is known, and may last
     quoting                          what the rank that failed first wrote last to stderr
     shared_group                     ranks of which two threads use the group of a finding
     wait_graph disagreements         the parts of that evidence
@@ -41,7 +42,7 @@ from rankcall.analysis.verdicts.dead import Dead
 from rankcall.analysis.verdicts.deadlock import Deadlock
 from rankcall.analysis.verdicts.desync import Desync
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
-from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence
+from rankcall.analysis.verdicts.evidence import hang_evidence
 from rankcall.analysis.verdicts.exhausted import Exhausted
 from rankcall.analysis.verdicts.final import Proofs, is_proved, rows_of
 from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
@@ -49,6 +50,7 @@ from rankcall.analysis.verdicts.hindsight import as_the_watcher_saw, while_it_la
 from rankcall.analysis.verdicts.idle import Idle
 from rankcall.analysis.verdicts.kept import kept_of, waits_that_ended
 from rankcall.analysis.verdicts.kind import CulpritKind, Kind
+from rankcall.analysis.verdicts.lasting import HANG_AFTER_S
 from rankcall.analysis.verdicts.mismatch import Mismatch
 from rankcall.analysis.verdicts.missing import Missing
 from rankcall.analysis.verdicts.no_progress import NoProgress

@@ -10,8 +10,8 @@ import numpy as np
 
 from rankcall.analysis.pace import pace
 from rankcall.analysis.snapshot import Snapshot, rank_positions, unfinished
-from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.lasting import patience
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.verdict import Going, Kept, Lasting, Verdict
 from rankcall.errors import warn_renamed

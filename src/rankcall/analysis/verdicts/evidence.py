@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from rankcall.analysis.collectives import BLOCKING
 from rankcall.analysis.pace import usual_step_s
 from rankcall.analysis.snapshot import (
     COLLECTIVE,
     COMPLETED,
     GONE,
     LACKS,
-    LONGEST_UNNOTICED_S,
     P2P,
     PEER_CLOSED,
     RECV,
@@ -28,14 +25,21 @@ from rankcall.analysis.snapshot import (
     Bools,
     Calls,
     Snapshot,
-    after_first,
     failed_for_good,
     invalid_calls,
-    not_started,
     unfinished,
 )
 from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements_in, off_by_n
 from rankcall.analysis.verdicts.ends import BEATS_S, Exits, ended_well, exits_of
+from rankcall.analysis.verdicts.lasting import (
+    FOLLOWED,
+    Floats,
+    held_for,
+    idle_calls,
+    patience,
+    since_look,
+    unseen_calls,
+)
 from rankcall.analysis.verdicts.suspects import Case, Classifier, Suspects, culprit_cases
 from rankcall.analysis.verdicts.wait_graph import (
     Cycle,
@@ -46,19 +50,11 @@ from rankcall.analysis.verdicts.wait_graph import (
 )
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE
 
-HANG_AFTER_S = 60.0
-FIRST_STEP = 5.0  # the first step may take so many times longer
-LONG_STEPS = 10.0  # a later call may take so many times the median step
-# A call in flight for this part of the threshold is followed to the ranks that it waits for. It
-# began with the trouble, or somewhat later; a shorter call may be on its way.
-_FOLLOWED = 0.1
 # Beside a call that hangs, another one that the same hang does not hold up counts at this part of
 # its patience: two troubles seldom begin at the same moment, and the first verdict is the one read.
 _BESIDE = 0.5
 _SEVERAL = 2  # other members; of a pair, neither is the one that differs
 _COMPARED = 64  # ranks whose calls are compared with those of the ranks that wait for them
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -81,7 +77,7 @@ class HangEvidence:
         """The longest overdue wait that all members have arrived at.
 
         Not one that failed because a process closed its connections: that was not stuck, it ended.
-        Nor one that a rank has issued behind another call that does not end: that one comes first.
+        Nor one that its ranks have issued behind another such wait: that one comes first.
         """
         full = [wait for wait in self.graph.waits if not (wait.absent or wait.soft or wait.queued)]
         first = [wait for wait in full if self.graph.is_first(wait)]
@@ -121,15 +117,15 @@ class HangEvidence:
             return not may_be_over.any()
         least = float(self.allowed[wait.rows].min())
         if ends["flags"][0] & FLAG_DEVICE:
-            least += float(_since_look(self.snapshot.calls[wait.rows]).min())
+            least += float(since_look(self.snapshot.calls[wait.rows]).min())
         return bool((ends["age_s"] >= least).all())
 
     def may_be_held_elsewhere(self, wait: Wait) -> bool:
         """Tell whether a rank's device may be in a call before this one, which is what hangs.
 
-        How long it has been in that call is not known, as its rank has looked too late, or has
-        noticed the end of the one before only just now. Or it is in that call for certain, and it
-        is not known that it is not past this one.
+        Either it is not known how long the device has been in that call: its rank has not looked
+        for long, or has only just noticed the end of the one before. Or the device is in that call
+        for certain, and the rank has not looked since it issued this one.
         """
         if not self.snapshot.live:
             return False
@@ -190,17 +186,19 @@ def hang_evidence(
     hung = in_flight & (lasted >= allowed)
     if hung.any():
         hung = in_flight & (lasted >= allowed * _BESIDE)
-    unseen = np.zeros(len(calls), bool) if snapshot.dumped else _unseen(snapshot)
+    unseen = np.zeros(len(calls), bool) if snapshot.dumped else unseen_calls(snapshot)
     may_be_over = unseen & (calls["flags"] & LACKS == 0)
     hung = (hung & ~may_be_over) | failed
-    followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
+    followed = hung | (in_flight & (lasted >= allowed * (FOLLOWED if snapshot.live else 0.0)))
     followed &= ~may_be_over | failed  # a rank may have left these, as its position says
     unsure = in_flight & ~followed & (calls["flags"] & FLAG_DEVICE != 0)
     if endless is not None:
         hung, followed = in_flight & endless, in_flight
     # A rank that has ended is in no call, whether it left records or not.
     blind = {state.rank for state in snapshot.ranks if state.blind and state.state != GONE}
-    graph = WaitGraph(waits_of(snapshot, followed, hung, _idle(snapshot, unseen, allowed)), blind)
+    graph = WaitGraph(
+        waits_of(snapshot, followed, hung, idle_calls(snapshot, unseen, allowed)), blind
+    )
     victims = {int(rank) for rank in calls["rank"][failed]}
     exits = exits_of(snapshot, victims, _just_begun_s(snapshot, hang_after), hang_after)
     clashes = [
@@ -232,202 +230,6 @@ def hang_evidence(
         cases,
         unsure,
     )
-
-
-def patience(snapshot: Snapshot, hang_after: float) -> Floats:
-    """Return how long each call may be in flight, in s.
-
-    A rank is in its first step while it has finished no step and the call in flight is the first
-    one of its kind from its line. A device is in it for longer than its host, which runs ahead. A
-    rank may take any time in a phase that it declared to take long.
-    """
-    calls = snapshot.calls
-    later = max(float(hang_after), LONG_STEPS * usual_step_s(snapshot))
-    allowed = np.full(len(calls), later)
-    stepless = _in_first_step(snapshot)
-    kind = _kinds_of_calls(calls)
-    done = calls["status"] == COMPLETED
-    seen = np.isin(kind, kind[done]) & (calls["site"] > 0)
-    allowed[stepless & ~seen] = FIRST_STEP * hang_after
-    declared = np.array([state.may_be_silent(hang_after) for state in snapshot.ranks], bool)
-    allowed[declared[calls["rank"]]] = np.inf
-    return allowed
-
-
-def _in_first_step(snapshot: Snapshot) -> Bools:
-    """Return which calls are of ranks that have finished no step; on devices, of such devices.
-
-    The device of a rank has not finished the first step while a call issued in it is in flight.
-    """
-    calls = snapshot.calls
-    stepless = np.array([state.steps == 0 for state in snapshot.ranks], bool)
-    on_device = calls["flags"] & FLAG_DEVICE != 0
-    behind = stepless.copy()
-    behind[calls["rank"][unfinished(calls) & on_device & (calls["step"] == 0)]] = True
-    in_first: Bools = np.where(on_device, behind[calls["rank"]], stepless[calls["rank"]])
-    return in_first
-
-
-def _kinds_of_calls(calls: Calls) -> npt.NDArray[np.int64]:
-    """Return a number for each call, the same for calls of one rank, line and kind.
-
-    A line of a program is not enough: a pipeline's step is one line, and its first gradient comes
-    long after its first activation, from a rank that does its first backward pass meanwhile.
-    """
-    kind = np.zeros(len(calls), np.int64)
-    for name in ("rank", "site", "group", "op", "dtype", "peer"):
-        values = calls[name].astype(np.int64)
-        low = values.min(initial=0)
-        kind = kind * (values.max(initial=0) - low + 1) + values - low
-    return kind
-
-
-def followed_after(snapshot: Snapshot, hang_after: float) -> Floats:
-    """Return how long each call must be in flight before it is followed, in s."""
-    return np.minimum(patience(snapshot, hang_after), hang_after) * _FOLLOWED
-
-
-def held_for(snapshot: Snapshot) -> Floats:
-    """Return how long each call has held its rank or its device up, in s.
-
-    A message on the CPU that was issued to be waited for later does not hold a rank up while the
-    rank goes on.
-
-    Hosts run ahead of their devices, so a call on a device may have been issued long before the
-    device comes to it, and what the host has issued since is no sign that the device goes on. A
-    collective has held the device up for no longer than since the last end of a collective of its
-    group was noticed: those end in order. Messages keep no order, so one has held the device up for
-    no longer than since the last end of any call on it. Nor has it for longer than until its rank
-    last looked: what was in flight then may be over by now, unless a member is yet to come.
-    """
-    calls, lasted = snapshot.calls, _in_flight_for(snapshot)
-    if snapshot.live:
-        lasted -= np.where(calls["flags"] & LACKS != 0, 0.0, _since_look(calls))
-    return np.maximum(lasted, 0.0)
-
-
-def _idle(snapshot: Snapshot, unseen: Bools, allowed: Floats) -> Bools:
-    """Return which calls their devices had not started when their rank looked, after a while.
-
-    If a call before may be over since, this one may have been started since.
-    """
-    idle = not_started(snapshot.calls) & ~unseen
-    if snapshot.live and idle.any():
-        idle &= ~after_first(snapshot.calls, unseen & (snapshot.calls["flags"] & LACKS == 0))
-        lasted = _in_flight_for(snapshot) - _since_look(snapshot.calls)
-        idle &= lasted >= allowed * _FOLLOWED
-    return idle
-
-
-def _in_flight_for(snapshot: Snapshot) -> Floats:
-    """Return how long each call has held its rank or its device up, if it goes on until now."""
-    calls, ranks = snapshot.calls, len(snapshot.ranks)
-    lasted: Floats = calls["age_s"].copy()
-    if not snapshot.live:
-        return lasted
-    rank = calls["rank"].astype(np.int64)
-    on_device, messages = calls["flags"] & FLAG_DEVICE != 0, calls["kind"] == P2P
-    blocking = [number for number, site in enumerate(snapshot.sites) if site.api in BLOCKING]
-    loose = messages & ~np.isin(calls["site"], blocking)
-    host_went_on = np.fmin(calls["age_s"], calls["ended_s"])
-    # If the end of a call cannot be known, its issue is all that tells when the device went on.
-    is_unknown = on_device & (calls["flags"] & FLAG_ABANDONED != 0)
-    device_went_on = np.where(is_unknown, calls["age_s"], np.inf)
-    is_over = on_device & (calls["status"] == COMPLETED)
-    device_went_on[is_over] = calls["ended_s"][is_over]
-    rows = loose & ~on_device
-    _limit(lasted, rows, host_went_on, rank, ranks)
-    rows = messages & on_device
-    _limit(lasted, rows & loose, np.where(on_device, device_went_on, host_went_on), rank, ranks)
-    _limit(lasted, rows & ~loose, device_went_on, rank, ranks)
-    rows = on_device & (calls["kind"] == COLLECTIVE)
-    ended = np.where(is_over & rows, calls["ended_s"], np.inf)
-    groups = len(snapshot.groups) + 1
-    _limit(lasted, rows, ended, rank * groups + calls["group"], ranks * groups)
-    in_flight = unfinished(calls) & on_device
-    if in_flight.any():
-        # Those that came first waited for the last one, and nothing was amiss.
-        may_end_s, complete = _may_end(snapshot, in_flight)
-        lasted[complete] = np.minimum(lasted, may_end_s)[complete]
-    return lasted
-
-
-def _since_look(calls: Calls) -> Floats:
-    """Return how long ago the rank of each call on a device has looked there, in s.
-
-    0 on the CPU. A rank that has not for very long does look: its look hangs, with the device.
-    """
-    noticed = (calls["flags"] & FLAG_DEVICE != 0) & (calls["noticed_s"] < LONGEST_UNNOTICED_S)
-    since: Floats = np.where(noticed, calls["noticed_s"], 0.0)
-    return since
-
-
-def _limit(
-    lasted: Floats, rows: Bools, went_on: Floats, queue: npt.NDArray[np.int64], queues: int
-) -> None:
-    """Let calls in ``rows`` have lasted no longer than since their queue last went on.
-
-    Args:
-        lasted: The seconds that each call has lasted; changed in place.
-        rows: The calls that a sign of their queue's progress concerns.
-        went_on: How long ago each call showed that its queue went on, in s; infinity: not at all.
-        queue: The queue of each call.
-        queues: How many there are.
-    """
-    if rows.any():
-        since = np.full(queues, np.inf)
-        np.fmin.at(since, queue, went_on)
-        lasted[rows] = np.minimum(lasted[rows], since[queue[rows]])
-
-
-def _unseen(snapshot: Snapshot) -> Bools:
-    """Return which calls in flight may have ended since their rank looked at its devices.
-
-    No view says of a rank that it is in a call whose end may not have been noticed yet, so no
-    verdict may say so either. A collective may end for all once its last member has issued it.
-    Whether that member has looked since does not matter: one that is stopped never does, and the
-    others hang.
-    """
-    calls = snapshot.calls
-    in_flight: Bools = unfinished(calls) & (calls["flags"] & FLAG_DEVICE != 0)
-    if not in_flight.any():
-        return in_flight
-    may_end_s, _ = _may_end(snapshot, in_flight)
-    over: Bools = in_flight & (may_end_s < calls["noticed_s"])
-    return over
-
-
-def _may_end(snapshot: Snapshot, in_flight: Bools) -> tuple[Floats, Bools]:
-    """Return since when each call may have ended for all, in s ago, and whether all have come.
-
-    A collective on devices may end once its last member has issued it, and may have ended for all,
-    at the latest, when its end was noticed on one rank. Other calls may end since their issue.
-
-    Args:
-        snapshot: The calls.
-        in_flight: The calls of which it is asked. The calls of other members are read as far back
-            as the oldest look of the ranks of these.
-    """
-    calls = snapshot.calls
-    since, complete = calls["age_s"].copy(), np.zeros(len(calls), bool)
-    oldest_s = calls["noticed_s"][in_flight].max(initial=0.0)
-    collective = (calls["flags"] & FLAG_DEVICE != 0) & (calls["kind"] == COLLECTIVE)
-    newer = (calls["age_s"] < oldest_s) | (calls["ended_s"] < oldest_s)
-    rows = np.flatnonzero(collective & (in_flight | newer))
-    if len(rows):
-        of_group = np.stack([calls["group"][rows], calls["seq"][rows]])
-        _, which, count = np.unique(of_group, axis=1, return_inverse=True, return_counts=True)
-        which = which.ravel()
-        last_came = np.full(len(count), np.inf)
-        np.fmin.at(last_came, which, since[rows])
-        noticed = np.full(len(count), -np.inf)
-        np.fmax.at(noticed, which, calls["ended_s"][rows])
-        has_ended = noticed >= 0
-        may_end = np.where(has_ended, np.minimum(last_came, noticed), last_came)
-        sizes = np.array([*(len(group.ranks) for group in snapshot.groups), 0])
-        since[rows] = may_end[which]
-        complete[rows] = has_ended[which] | (count[which] == sizes[calls["group"][rows]])
-    return since, complete
 
 
 def ends_of(calls: Calls, wait: Wait) -> Bools:

@@ -16,7 +16,7 @@ from rankcall.analysis.snapshot import (
     not_started,
     unfinished,
 )
-from rankcall.analysis.verdicts.evidence import HangEvidence, followed_after, held_for
+from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
     Ranks,
@@ -28,6 +28,7 @@ from rankcall.analysis.verdicts.facts import (
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
+from rankcall.analysis.verdicts.lasting import followed_after, held_for
 from rankcall.analysis.verdicts.reasons import reasons_for_absence
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects

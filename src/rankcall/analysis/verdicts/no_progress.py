@@ -21,7 +21,7 @@ from rankcall.analysis.snapshot import (
     standings,
     unfinished,
 )
-from rankcall.analysis.verdicts.evidence import FIRST_STEP, LONG_STEPS, HangEvidence
+from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
     Relation,
@@ -33,6 +33,7 @@ from rankcall.analysis.verdicts.facts import (
 )
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.lasting import FIRST_STEP, LONG_STEPS
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.verdict import Lasting
 from rankcall.run.frames import CodePlace, code_place, stands_still

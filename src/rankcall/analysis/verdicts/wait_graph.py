@@ -71,10 +71,9 @@ class Wait:
     unstarted: list[int] = field(default_factory=list)  # absent: issued, not started on the device
     left: list[int] = field(default_factory=list)  # members whose devices have left the collective
     behind: bool = False  # all have come, since others have left: nothing holds the waiters
-    queued: bool = False  # the device of each rank that waits here is held in a call before it
-    # By rank that waits or whose device has not started it: the number of its record.
-    records: dict[int, int] = field(default_factory=dict)
-    idle_rows: Sequence[int] = ()  # the calls that their devices are known not to have started
+    queued: bool = False  # no device has come to it: each is held in a call before it
+    records: dict[int, int] = field(default_factory=dict)  # of waiters and unstarted, by rank
+    idle_rows: Sequence[int] = ()  # the calls of the unstarted, as far as the back end tells
 
 
 def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools, idle: Bools) -> list[Wait]:
@@ -280,7 +279,7 @@ def _place(wait: Wait) -> _Place:
 
 
 def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, dict[int, int]]:
-    """Return by call the members whose devices are held in calls before it, with its records.
+    """Return by call the members whose devices are held before it, with the number of its record.
 
     A call that lacks a member holds the devices that are in it. One that lacks none ends once all
     devices have come to it, as far as is known, so it holds none for good, and is not taken for
@@ -471,7 +470,7 @@ class WaitGraph:
             for wait in waits:
                 _presume(wait, blind)
             _without_earlier(waits)
-        self._first: dict[int, int] = {}  # by rank: the record of its first call that lacks nobody
+        self._first: dict[int, int] = {}  # by rank: its first call that all have come to
         for wait in waits:
             for rank in wait.waiters if not (wait.absent or wait.soft) else ():
                 self._first[rank] = min(wait.records[rank], self._first.get(rank, _NEVER))
@@ -479,8 +478,8 @@ class WaitGraph:
         self.waits_for: dict[int, list[Wait]] = {}
         late = _late(waits)
         for wait in waits:
-            # A rank that is late on its device has issued other calls behind the one that it has
-            # not come to, or does not get out of. They are no reason why it does not go on.
+            # What a rank has issued behind the call that its device is late in is no reason why it
+            # does not go on. What it has issued before that call is.
             for rank in [*wait.waiters, *wait.presumed]:
                 if wait.records.get(rank, -1) < late.get(rank, _NEVER):
                     self.in_wait.setdefault(rank, []).append(wait)
@@ -488,7 +487,7 @@ class WaitGraph:
                 self.waits_for.setdefault(rank, []).append(wait)
 
     def is_first(self, wait: Wait) -> bool:
-        """Tell whether the ranks in a wait have issued none before it that lacks nobody, either."""
+        """Tell whether its ranks have issued no other call before it that all have come to."""
         return all(wait.records[rank] == self._first[rank] for rank in wait.waiters)
 
     def blocked(self, rank: int) -> bool:
@@ -524,7 +523,7 @@ class WaitGraph:
 
 
 def _late(waits: Sequence[Wait]) -> dict[int, int]:
-    """Return by rank the first record at which its device is late, and nothing there holds it."""
+    """Return by rank the first call to which its device has not come, or that only it is in."""
     late: dict[int, int] = {}
     for wait in waits:
         for rank in [*wait.unstarted, *(wait.waiters if wait.behind else ())]:

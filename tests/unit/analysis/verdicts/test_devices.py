@@ -20,9 +20,9 @@ from worlds import MS, Call, group_of
 from rankcall.analysis.snapshot import unfinished
 from rankcall.analysis.verdicts import diagnose, find
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
-from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.facts import Relation
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.lasting import patience
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, FLAG_NOT_STARTED
 from rankcall.ring.tables import Group
 from rankcall.run.load import load

@@ -193,9 +193,10 @@ class Judged:
     diagnosis: Diagnosis
 
     def has_just_come(self, rank: int) -> bool:
-        """Tell whether a rank may have come to its call just before it looked, for all it knows.
+        """Tell whether a rank's last look cannot tell yet that it hangs in its call.
 
-        So may a victim: whether the rank gets out of it is seen at its next look.
+        Until its next look, a victim that is waited for may be named as missing: as on the CPU, a
+        rank that has only just come to another call is taken to be on its way.
         """
         here = self.world.stands_in(rank)
         if here is None:
