@@ -45,7 +45,6 @@ from rankcall.analysis.verdicts.wait_graph import (
     Cycle,
     Wait,
     WaitGraph,
-    cycles_in,
     waits_of,
 )
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE
@@ -209,7 +208,7 @@ def hang_evidence(
     clashing = {int(rank) for clash in clashes if clash.open for rank in calls["rank"][clash.rows]}
     explained = _Explained(snapshot, clashes)
     suspects = Suspects(snapshot, graph, exits, hang_after, clashing, explained)
-    cycles = cycles_in(graph.waits, suspects.halted)
+    cycles = graph.cycles(suspects.halted)
     cycles = [cycle for cycle in cycles if _is_cause(cycle, explained)]
     cases = culprit_cases(suspects, kinds)
     shifts = _shifts(suspects, cases, cycles)

@@ -18,6 +18,7 @@ from rankcall.analysis.snapshot import (
     LACKS,
     LONGEST_UNNOTICED_S,
     P2P,
+    SEND,
     Bools,
     Calls,
     Snapshot,
@@ -203,8 +204,9 @@ def unseen_calls(snapshot: Snapshot) -> Bools:
 def _may_end(snapshot: Snapshot, in_flight: Bools) -> tuple[Floats, Bools]:
     """Return since when each call may have ended for all, in s ago, and whether all have come.
 
-    A collective on devices may end once its last member has issued it, and may have ended for all,
-    at the latest, when its end was noticed on one rank. Other calls may end since their issue.
+    A call on devices may end once its last member, or its other end, has issued it, and may have
+    ended for all, at the latest, when its end was noticed on one rank. A receive from any rank may
+    end since its issue, and so may calls on the CPU.
 
     Args:
         snapshot: The calls.
@@ -214,12 +216,16 @@ def _may_end(snapshot: Snapshot, in_flight: Bools) -> tuple[Floats, Bools]:
     calls = snapshot.calls
     since, complete = calls["age_s"].copy(), np.zeros(len(calls), bool)
     oldest_s = calls["noticed_s"][in_flight].max(initial=0.0)
-    collective = (calls["flags"] & FLAG_DEVICE != 0) & (calls["kind"] == COLLECTIVE)
+    collective = calls["kind"] == COLLECTIVE
+    between = (calls["flags"] & FLAG_DEVICE != 0) & (
+        collective | ((calls["kind"] == P2P) & (calls["peer"] >= 0))
+    )
     newer = (calls["age_s"] < oldest_s) | (calls["ended_s"] < oldest_s)
-    rows = np.flatnonzero(collective & (in_flight | newer))
+    rows = np.flatnonzero(between & (in_flight | newer))
     if len(rows):
-        of_group = np.stack([calls["group"][rows], calls["seq"][rows]])
-        _, which, count = np.unique(of_group, axis=1, return_inverse=True, return_counts=True)
+        _, which, count = np.unique(
+            _places(calls[rows]), axis=1, return_inverse=True, return_counts=True
+        )
         which = which.ravel()
         last_came = np.full(len(count), np.inf)
         np.fmin.at(last_came, which, since[rows])
@@ -228,6 +234,16 @@ def _may_end(snapshot: Snapshot, in_flight: Bools) -> tuple[Floats, Bools]:
         has_ended = noticed >= 0
         may_end = np.where(has_ended, np.minimum(last_came, noticed), last_came)
         sizes = np.array([*(len(group.ranks) for group in snapshot.groups), 0])
+        members = np.where(collective[rows], sizes[calls["group"][rows]], 2)
         since[rows] = may_end[which]
-        complete[rows] = has_ended[which] | (count[which] == sizes[calls["group"][rows]])
+        complete[rows] = has_ended[which] | (count[which] == members)
     return since, complete
+
+
+def _places(calls: Calls) -> npt.NDArray[np.int64]:
+    """Return a column for each call, the same for the members of a collective and for both ends."""
+    rank, peer = calls["rank"].astype(np.int64), calls["peer"].astype(np.int64)
+    is_message, sends = calls["kind"] == P2P, calls["op"] == SEND
+    source, target = np.where(sends, [rank, peer], [peer, rank])
+    places = [calls["group"], calls["seq"], source, target, calls["tag"]]
+    return np.stack([*places[:2], *(np.where(is_message, place, -1) for place in places[2:])])

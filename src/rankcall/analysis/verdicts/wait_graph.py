@@ -13,7 +13,8 @@ still does in one case: a stream comes to no call behind one that it waits in.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +73,8 @@ class Wait:
     left: list[int] = field(default_factory=list)  # members whose devices have left the collective
     behind: bool = False  # all have come, since others have left: nothing holds the waiters
     queued: bool = False  # no device has come to it: each is held in a call before it
-    records: dict[int, int] = field(default_factory=dict)  # of waiters and unstarted, by rank
+    # Of waiters and unstarted, by rank. All messages of a batch have the number of the first one.
+    records: dict[int, int] = field(default_factory=dict)
     idle_rows: Sequence[int] = ()  # the calls of the unstarted, as far as the back end tells
 
 
@@ -224,7 +226,7 @@ class _Progress:
 
 def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> list[Wait]:
     calls = snapshot.calls
-    ends = _device_ends(calls, idle)
+    ends, numbers = _device_ends(calls, idle), _numbers(snapshot)
     newest: dict[tuple[int, int, int, int, int], int] = {}  # of each end of each channel
     open_to_any: set[tuple[int, int, int]] = set()
     for row in np.flatnonzero(calls["kind"] == P2P).tolist():
@@ -240,8 +242,29 @@ def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> 
     return [
         wait
         for key, row in sorted(first.items(), key=lambda item: item[1])
-        for wait in _message_wait(snapshot, key, row, newest, open_to_any, hung, ends)
+        for wait in _message_wait(
+            snapshot, key, row, int(numbers[row]), newest, open_to_any, hung, ends
+        )
     ]
+
+
+def _numbers(snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """Return the number of each call's record; of messages in a batch, that of the first one.
+
+    The messages of a batch have no order among themselves. Where one batch ends and the next one
+    begins is not on record, so all that follow one another in a group are taken for one.
+    """
+    calls = snapshot.calls
+    batched = [number for number, site in enumerate(snapshot.sites) if site.api == BATCH]
+    numbers: npt.NDArray[np.int64] = calls["index"].astype(np.int64)
+    rows = np.flatnonzero((calls["kind"] == P2P) & np.isin(calls["site"], batched))
+    rows = rows[np.lexsort((calls["index"][rows], calls["rank"][rows]))]
+    if len(rows):
+        index, rank, group = numbers[rows], calls["rank"][rows], calls["group"][rows]
+        goes_on = (np.diff(index) == 1) & (np.diff(rank) == 0) & (group[1:] == group[:-1])
+        first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+        numbers[rows] = np.repeat(index[first], np.diff([*first, len(rows)]))
+    return numbers
 
 
 _Place = tuple[int, Channel | None, int]  # a collective of a group, or both ends of a message
@@ -296,19 +319,22 @@ def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, dic
     # Let all calls end that can, and each lane go on to the next call that holds it.
     over: set[_Place] = set()
     held_in: dict[_Place, list[_Lane]] = {}
-    ahead = {lane: iter(issued) for lane, issued in lanes.items()}
+    ahead = {lane: _together(issued) for lane, issued in lanes.items()}
     todo = list(lanes)
     while todo:
         lane = todo.pop()
-        for call in ahead[lane]:
-            not_there = queued.get(call.place, set())
-            not_there.discard(lane)
-            if not not_there and call.place not in lacking and call.place not in over:
-                over.add(call.place)
-                todo += held_in.pop(call.place, [])
-            if call.holds and call.place not in over:
-                held_in.setdefault(call.place, []).append(lane)
+        while ahead[lane]:
+            for call in ahead[lane][-1]:
+                not_there = queued.get(call.place, set())
+                not_there.discard(lane)
+                if not not_there and call.place not in lacking and call.place not in over:
+                    over.add(call.place)
+                    todo += held_in.pop(call.place, [])
+            holding = [call for call in ahead[lane][-1] if call.holds and call.place not in over]
+            if holding:
+                held_in.setdefault(holding[0].place, []).append(lane)
                 break
+            ahead[lane].pop()
     number = {(call.place, lane): call.record for lane in lanes for call in lanes[lane]}
     return {
         place: {lane[0]: number[place, lane] for lane in behind}
@@ -320,10 +346,15 @@ def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Place, dic
 class _OnDevice(NamedTuple):
     """A call in flight, as one of the calls of a lane."""
 
-    record: int  # its number
+    record: int  # its number, which the messages of a batch have in common
     place: _Place
     holds: bool  # the lane goes on only when it is over
     is_begun: bool
+
+
+def _together(issued: Sequence[_OnDevice]) -> list[list[_OnDevice]]:
+    """Return the calls that a lane runs at once, the last ones first."""
+    return [list(calls) for _, calls in groupby(issued, lambda call: call.record)][::-1]
 
 
 def _lanes(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Lane, list[_OnDevice]]:
@@ -348,7 +379,7 @@ def _lanes(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Lane, list[_OnDev
                 if holds and (lane is stream or is_batch):
                     holding.add(lane)
                 is_begun = bool(calls["flags"][row] & START_SEEN)
-                call = _OnDevice(int(calls["index"][row]), _place(wait), holds, is_begun)
+                call = _OnDevice(wait.records[rank], _place(wait), holds, is_begun)
                 lanes.setdefault(lane, []).append(call)
     return {lane: sorted(lanes[lane], key=lambda call: call.record) for lane in holding}
 
@@ -401,6 +432,7 @@ def _message_wait(
     snapshot: Snapshot,
     key: tuple[int, int, int, int, int],
     row: int,
+    number: int,
     newest: dict[tuple[int, int, int, int, int], int],
     open_to_any: set[tuple[int, int, int]],
     hung: Bools,
@@ -409,7 +441,7 @@ def _message_wait(
     call = snapshot.calls[row]
     group, op, rank, peer, tag = key
     seq, age = int(call["seq"]), float(call["age_s"])
-    me, records = [rank], {rank: int(call["index"])}
+    me, records = [rank], {rank: number}
     if peer < 0:
         others = [member for member in snapshot.groups[group].ranks if member != rank]
         yield Wait(
@@ -429,10 +461,10 @@ def _message_wait(
     other_op = RECV if op == SEND else SEND
     came = newest.get((group, other_op, peer, rank, tag), 0) >= seq
     came = came or (op == SEND and (group, peer, tag) in open_to_any)
-    soft = op == SEND and _api(snapshot, row) not in BLOCKING
+    # On the CPU, the end of an isend that is not waited for is never recorded. On a device it is.
+    soft = op == SEND and _api(snapshot, row) not in BLOCKING and not call["flags"] & FLAG_DEVICE
     if soft and came:
-        # The message was received. The end of an isend that is not waited for is never recorded.
-        return
+        return  # the message was received
     channel = Channel(rank, peer, tag) if op == SEND else Channel(peer, rank, tag)
     own, other = (group, op, rank, peer, tag, seq), (group, other_op, peer, rank, tag, seq)
     if own in ends.unstarted and other in ends.begun:
@@ -471,24 +503,42 @@ class WaitGraph:
                 _presume(wait, blind)
             _without_earlier(waits)
         self._first: dict[int, int] = {}  # by rank: its first call that all have come to
+        self._full: dict[_Place, list[Wait]] = {}  # their waits: a message has one of each end
         for wait in waits:
-            for rank in wait.waiters if not (wait.absent or wait.soft) else ():
-                self._first[rank] = min(wait.records[rank], self._first.get(rank, _NEVER))
+            if not (wait.absent or wait.soft):
+                self._full.setdefault(_place(wait), []).append(wait)
+                for rank in wait.waiters:
+                    self._first[rank] = min(wait.records[rank], self._first.get(rank, _NEVER))
         self.in_wait: dict[int, list[Wait]] = {}
         self.waits_for: dict[int, list[Wait]] = {}
-        late = _late(waits)
+        self._late = _late(waits)
         for wait in waits:
-            # What a rank has issued behind the call that its device is late in is no reason why it
-            # does not go on. What it has issued before that call is.
-            for rank in [*wait.waiters, *wait.presumed]:
-                if wait.records.get(rank, -1) < late.get(rank, _NEVER):
-                    self.in_wait.setdefault(rank, []).append(wait)
+            for rank in self._held(wait, [*wait.waiters, *wait.presumed]):
+                self.in_wait.setdefault(rank, []).append(wait)
             for rank in wait.absent:
                 self.waits_for.setdefault(rank, []).append(wait)
 
+    def _held(self, wait: Wait, ranks: Iterable[int]) -> list[int]:
+        """Return which ranks a wait may keep from going on.
+
+        What a rank has issued behind the call that its device is late in does not. What it has
+        issued before that call does.
+        """
+        late = self._late
+        return [rank for rank in ranks if wait.records.get(rank, -1) < late.get(rank, _NEVER)]
+
+    def cycles(self, halted: Collection[int]) -> list[Cycle]:
+        """Return every circle of ranks that wait for each other; see ``cycles_in``."""
+        waits = [replace(wait, waiters=self._held(wait, wait.waiters)) for wait in self.waits]
+        return cycles_in(waits, halted)
+
     def is_first(self, wait: Wait) -> bool:
-        """Tell whether its ranks have issued no other call before it that all have come to."""
-        return all(wait.records[rank] == self._first[rank] for rank in wait.waiters)
+        """Tell whether its ranks have issued no other call before it that all have come to.
+
+        Of a message, both ends: the one may hang because the other rank is held in another call.
+        """
+        ends = self._full[_place(wait)]
+        return all(end.records[rank] == self._first[rank] for end in ends for rank in end.waiters)
 
     def blocked(self, rank: int) -> bool:
         """Tell whether a rank waits for another one."""

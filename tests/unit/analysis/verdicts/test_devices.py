@@ -525,6 +525,8 @@ def waiting_in(finding: Finding) -> dict[int, tuple[str, int]]:
         ((("send", "recv"), ("recv", "send")), "", [("stuck", ())]),
         # Nothing tells in which order a stream comes to these.
         ((("recv", "send"), ("recv", "send")), "irecv", [("stuck", ())]),
+        # The messages of a batch run at once, in no order.
+        ((("send", "recv"), ("send", "recv")), "batch_isend_irecv", [("stuck", ())]),
     ],
 )
 def test_messages_in_orders_that_do_not_fit(
@@ -552,6 +554,32 @@ def test_messages_in_orders_that_do_not_fit(
         for place, op in enumerate(order)
     ]
     assert causes(diagnosed(tmp_path, calls)) == found
+
+
+@pytest.mark.parametrize(
+    ("sends", "receives"),
+    [("send", "recv"), ("isend", "irecv"), ("batch_isend_irecv", "batch_isend_irecv")],
+)
+def test_of_a_message_and_what_it_is_behind_the_latter_is_stuck(
+    tmp_path: Path, sends: str, receives: str
+) -> None:
+    """Ranks 1 and 2 do not get out of a call, and rank 1 has its end of a message behind it."""
+    pair = Group("1", 0, "nccl", "pair", (1, 2))
+    common: dict[str, Any] = {"flags": FLAG_DEVICE, "thread": 10}
+    calls = [
+        Call(rank, seq, 9 * seq * MS, 10 * MS if seq == 1 else None, group=pair, **common)
+        for rank in pair.ranks
+        for seq in (1, 2)
+    ]
+    common |= {"group": group_of(3)}
+    calls += [
+        Call(0, 1, MS, 2 * MS, "send", peer=1, api=sends, **common),
+        Call(1, 1, MS, 2 * MS, "recv", peer=0, api=receives, **common),
+        Call(0, 2, 3 * MS, None, "send", peer=1, api=sends, **common),
+        Call(1, 2, 30 * MS, None, "recv", peer=0, api=receives, **common),
+    ]
+    (finding,) = diagnosed(tmp_path, calls).findings
+    assert (finding.kind, finding.group, finding.seq) == ("stuck", "1", 2)
 
 
 @pytest.mark.parametrize(
