@@ -76,11 +76,10 @@ class World:
             ]
         self.culprit = self.random.choice(group.ranks)
         uses = {
-            id(other): self.random.choice(["all_reduce", "all_reduce", "send", BATCH])
-            for other in GROUPS
+            other.name: self.random.choice(["all_reduce", "all_reduce", "send", BATCH])
+            for other in GROUPS[1:]
         }
-        uses[id(GROUPS[0])] = "all_reduce"
-        self.ops = [uses[id(other)] for other in lines]
+        self.ops = [uses.get(other.name, "all_reduce") for other in lines]
         self.senders = [self.random.choice(other.ranks) for other in lines]
         self.keeps_messages = self.random.random() < 0.5
         loose = self.random.choice([0.0, 0.0, 0.3])
