@@ -151,6 +151,45 @@ def test_devices_that_both_started(jobs: RecordedJobs) -> None:
     job.job.succeed()
 
 
+@pytest.mark.parametrize("way", ["batch", "isend"])
+def test_messages_that_do_not_get_through(jobs: RecordedJobs, capture: str, way: str) -> None:
+    """Both ranks have issued a send and a receive, which do not end: no rank is to blame.
+
+    The messages of a batch have no order, so neither rank waits for the other one's second message.
+    """
+    job = jobs.start(
+        2,
+        f"""
+        init(); x = torch.ones(1 << 20, device="cuda"); y = x.clone()
+        def exchange():
+            ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+            # By themselves, they are sent in this order: rank 1 has to receive first.
+            works = [op.op(op.tensor, op.peer) for op in ops[:: 1 - 2 * rank]] if {way == "isend"} \
+                else dist.batch_isend_irecv(ops)
+            for work in works: work.wait()
+        for _ in range(4): exchange()
+        torch.cuda.synchronize(); wait_told("ordered")
+        exchange(); {WAIT}
+        """,
+        RANKCALL_CAPTURE=capture,
+    )
+    job.wait_for(lambda rows: rows.height == 16)
+    job.faults.order(Fault("stall", rank=1, scope="nccl"))
+    job.tell("ordered")
+    job.wait_for(lambda rows: rows.height == 20)
+    # Nobody knows the ends of batches on torch 2.15.
+    kind = "stuck" if way == "isend" or HAS_STARTS else "no_progress"
+    found: list[dict[str, Any]] = []
+    while not found:
+        assert time.monotonic() < job.job.deadline, job.job.report()
+        found = json.loads(job.command("diagnose", "--json", "--hang-after", "1").stdout)[
+            "findings"
+        ]
+    assert [(one["kind"], one["ranks"]) for one in found] == [(kind, [])]
+    job.tell("end")
+    job.job.succeed()
+
+
 @pytest.mark.parametrize("timing", ["0", "1"])
 @pytest.mark.parametrize(("size", "stalled"), [(2, (1,)), (4, (1, 2))])
 def test_the_watcher_speaks_and_ends_the_job(
