@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup setup-integrations browser fuzzer demo test test-long torch-for-nccl frameworks-for-nccl test-nccl test-nccl-short test-upstream lint prose bench gpu docs dist clean
+.PHONY: setup setup-integrations browser fuzzer demo test test-long torch-for-nccl frameworks-for-nccl test-nccl test-upstream lint prose bench gpu docs dist clean
 
 setup: $(INSTALLED)
 
@@ -112,18 +112,9 @@ test-nccl: export PATH := $(CURDIR)/$(NCCL)/bin:$(PATH)
 test-nccl: $(NCCL)/.installed
 	devices build
 	rankcall build
-	pytest -q -n 2 --dist worksteal $(FAST) tests/nccl
+	pytest -q -n 4 --dist worksteal $(FAST) tests/nccl
 	devices exec --gpus 2 -- pytest -q $(wildcard tests/multiproc/test_*gpu.py)
-	cd devices && pytest -q -n 2 --dist worksteal tests
-
-# The part that .ci/run runs: what depends least on how busy the machine is.
-test-nccl-short: export PYTHONDONTWRITEBYTECODE :=
-test-nccl-short: export PATH := $(CURDIR)/$(NCCL)/bin:$(PATH)
-test-nccl-short: $(NCCL)/.installed
-	devices build
-	rankcall build
-	pytest -q -n 2 --dist worksteal $(FAST) $(addprefix tests/nccl/test_, ends.py graphs.py hooks.py left_alone.py \
-	    times_on_devices.py)
+	cd devices && pytest -q -n 4 --dist worksteal tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
