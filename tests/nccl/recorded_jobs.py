@@ -8,14 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import polars as pl
-from simulated_devices import FaultFolder
+from simulated_devices import Fault, FaultFolder
 from simulated_devices.testing import Job, Jobs, Zygote
 
 import rankcall
@@ -96,17 +96,28 @@ class RecordedJobs:
         self._started: list[RecordedJob] = []
 
     def start(
-        self, size: int, code: str, *, timeout: float = LIMIT_S, **variables: str
+        self,
+        size: int,
+        code: str,
+        *,
+        timeout: float = LIMIT_S,
+        faults: Sequence[Fault] = (),
+        **variables: str,
     ) -> RecordedJob:
-        """Start a program on ``size`` ranks, all of which record it from its first line on."""
+        """Start a program on ``size`` ranks, all of which record it from its first line on.
+
+        The ``faults`` are ordered before.
+        """
         run_dir = self._folder / f"run-{len(self._started)}"
-        faults = FaultFolder(self._folder / f"faults-{len(self._started)}")
+        folder = FaultFolder(self._folder / f"faults-{len(self._started)}")
+        for fault in faults:
+            folder.order(fault)
         common = {
-            "SIMULATED_DEVICES_FAULTS": str(faults.folder),
+            "SIMULATED_DEVICES_FAULTS": str(folder.folder),
             "RANKCALL_RUN_DIR": str(run_dir),
         }
         job = self._jobs.start(size, code, timeout=timeout, **common | variables)
-        self._started.append(RecordedJob(job, run_dir, faults))
+        self._started.append(RecordedJob(job, run_dir, folder))
         return self._started[-1]
 
     def run(

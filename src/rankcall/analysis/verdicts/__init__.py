@@ -25,6 +25,8 @@
     quoting                          what the rank that failed first wrote last to stderr
     shared_group                     ranks of which two threads use the group of a finding
     wait_graph disagreements         the parts of that evidence
+    wait arrivals device_order       the waits of the graph: what each call waits for, and in which
+                                     order devices come to calls
 
 To add a kind, write its module and put its class into ``KINDS``.
 """

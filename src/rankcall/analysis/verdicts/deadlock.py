@@ -17,7 +17,8 @@ from rankcall.analysis.verdicts.facts import (
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.sentences import SHOWN
-from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
+from rankcall.analysis.verdicts.wait import Wait
+from rankcall.analysis.verdicts.wait_graph import Cycle
 
 
 class Deadlock(Kind):

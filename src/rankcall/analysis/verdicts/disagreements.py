@@ -34,7 +34,7 @@ from rankcall.analysis.verdicts.out_of_step import (
     too_many,
     turns_more,
 )
-from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.analysis.verdicts.wait import Wait
 from rankcall.record import DTYPES, OPS, REDUCE_OPS, SIZE_TO_AGREE_ON
 from rankcall.ring.tables import JOIN
 

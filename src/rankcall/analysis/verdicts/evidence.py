@@ -29,6 +29,7 @@ from rankcall.analysis.snapshot import (
     invalid_calls,
     unfinished,
 )
+from rankcall.analysis.verdicts.arrivals import waits_of
 from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements_in, off_by_n
 from rankcall.analysis.verdicts.ends import BEATS_S, Exits, ended_well, exits_of
 from rankcall.analysis.verdicts.lasting import (
@@ -41,12 +42,8 @@ from rankcall.analysis.verdicts.lasting import (
     unseen_calls,
 )
 from rankcall.analysis.verdicts.suspects import Case, Classifier, Suspects, culprit_cases
-from rankcall.analysis.verdicts.wait_graph import (
-    Cycle,
-    Wait,
-    WaitGraph,
-    waits_of,
-)
+from rankcall.analysis.verdicts.wait import Wait
+from rankcall.analysis.verdicts.wait_graph import Cycle, WaitGraph
 from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE
 
 # Beside a call that hangs, another one that the same hang does not hold up counts at this part of

@@ -25,7 +25,7 @@ from rankcall.analysis.snapshot import (
     Snapshot,
     standings,
 )
-from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.analysis.verdicts.wait import Wait
 from rankcall.ring.tables import JOIN
 from rankcall.run.frames import CodePlace
 

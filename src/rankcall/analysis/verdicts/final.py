@@ -41,10 +41,12 @@ from rankcall.analysis.snapshot import (
     not_started,
     unfinished,
 )
+from rankcall.analysis.verdicts.arrivals import waits_of
 from rankcall.analysis.verdicts.disagreements import places_that_differ
 from rankcall.analysis.verdicts.ends import Exits, exits_of, has_failed
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.wait_graph import Rows, Wait, cycles_in, waits_of
+from rankcall.analysis.verdicts.wait import Rows, Wait
+from rankcall.analysis.verdicts.wait_graph import cycles_in
 from rankcall.record import FLAG_DEVICE, OPS, SYNCHRONISING, TO_ROOT
 from rankcall.ring.tables import JOIN
 

@@ -20,7 +20,7 @@ from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import evidence as written
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
-from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.analysis.verdicts.wait import Wait
 from rankcall.run.frames import code_place
 
 # A wait may last so many times longer than the longest one that passed at that line.

@@ -42,7 +42,7 @@ from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.verdicts.sentences import SHOWN, summary
 from rankcall.analysis.verdicts.sentences import evidence as written
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
-from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.analysis.verdicts.wait import Wait
 
 
 class Kind:

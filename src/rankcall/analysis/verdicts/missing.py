@@ -16,6 +16,7 @@ from rankcall.analysis.snapshot import (
     not_started,
     unfinished,
 )
+from rankcall.analysis.verdicts.arrivals import GOES_ON
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
@@ -32,7 +33,6 @@ from rankcall.analysis.verdicts.lasting import followed_after, held_for
 from rankcall.analysis.verdicts.reasons import reasons_for_absence
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
-from rankcall.analysis.verdicts.wait_graph import GOES_ON
 from rankcall.record import FLAG_DEVICE
 from rankcall.run.frames import LOADER, CodePlace, code_place
 

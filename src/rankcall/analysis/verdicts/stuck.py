@@ -15,7 +15,7 @@ from rankcall.analysis.verdicts.evidence import HangEvidence, ends_of
 from rankcall.analysis.verdicts.facts import Relation
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
-from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.analysis.verdicts.wait import Wait
 from rankcall.record import FLAG_DEVICE
 
 _DEVICES = "each rank's device (nvidia-smi, dmesg -T | grep -i xid)"

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from rankcall.analysis.snapshot import ALIVE, GONE, STOPPED, RankState, Snapshot
 from rankcall.analysis.verdicts.ends import FROZEN_S, FROZEN_SHARE, Exits, ended_ago_s
-from rankcall.analysis.verdicts.wait_graph import Wait, WaitGraph
+from rankcall.analysis.verdicts.wait import Wait
+from rankcall.analysis.verdicts.wait_graph import WaitGraph
 
 
 @dataclass
