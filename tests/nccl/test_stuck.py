@@ -42,23 +42,18 @@ WATCH = 'from rankcall import watch\nwatch.start(hang_after=3, on_hang="abort")\
 def stall(
     jobs: RecordedJobs,
     program: str,
-    scope: str = "all",
     *,
     size: int = 2,
     stalled: tuple[int, ...] = (1,),
     **env: str,
 ) -> RecordedJob:
-    """Start a job, and let the devices of the ``stalled`` ranks start no more operations.
-
-    With the scope ``nccl``, they start no more of NCCL's: their streams do come to each of them,
-    and that is what the back end calls a start.
-    """
-    until_struck = UNTIL_STRUCK.replace("{stalled}", str(stalled)) * (scope == "all")
+    """Start a job, and let the devices of the ``stalled`` ranks start no more operations."""
+    until_struck = UNTIL_STRUCK.replace("{stalled}", str(stalled))
     job = jobs.start(size, program.replace("{until_struck}", until_struck), **env)
     # The call before the loop is over, so that the fault does not strike in it.
     job.wait_for(lambda rows: rows.filter(seq=1, status="completed").height == size)
     for rank in stalled:
-        job.faults.order(Fault("stall", rank=rank, scope=scope))
+        job.faults.order(Fault("stall", rank=rank, scope="all"))
     job.tell("ordered")
     return job
 
@@ -139,7 +134,15 @@ def test_without_starts_it_says_what_it_cannot_tell(
 @TELLS_STARTS
 def test_devices_that_both_started(jobs: RecordedJobs) -> None:
     """If both have started the call, the transfer itself is stuck, and no rank is named."""
-    job = stall(jobs, LOOP.replace("{then}", WAIT), "nccl", TORCH_NCCL_ENABLE_TIMING="1")
+    # Its stream does come to an operation of NCCL's that a device does not start, and that is what
+    # the back end calls a start. The operations are counted, so that the fault strikes the loop.
+    job = jobs.start(
+        2,
+        LOOP.replace("{then}", WAIT).replace("{until_struck}", ""),
+        faults=[Fault("stall", rank=1, scope="nccl", from_op=2)],
+        TORCH_NCCL_ENABLE_TIMING="1",
+    )
+    job.tell("ordered")
     # Until each rank has looked, it may have left the call, or its device may not have started it.
     while True:
         (one,) = findings(job)
@@ -160,8 +163,7 @@ def test_messages_that_do_not_get_through(jobs: RecordedJobs, capture: str, way:
     ops = "works = dist.batch_isend_irecv(ops)"
     if way == "isend":  # in this order: rank 1 has to receive first
         ops = "works = [op.op(op.tensor, op.peer) for op in ops[:: 1 - 2 * rank]]"
-    # The fault is ordered by number, and before the job begins, so that it strikes in the last
-    # exchange however late a rank reads of it. A batch is one operation of the device.
+    # The operations are counted, so that the fault strikes the last exchange. A batch is one.
     struck = 1 + 4 * (2 if way == "isend" else 1)
     job = jobs.start(
         2,

@@ -15,7 +15,7 @@ from simulated_devices import Fault
 STEPS = """
 init(device_id=torch.device("cuda", rank)); x = torch.ones(64, device="cuda")
 parameter = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([parameter], lr=0.1)
-dist.all_reduce(x); torch.cuda.synchronize(); wait_told("ordered")
+dist.all_reduce(x); torch.cuda.synchronize()
 for step in range(40):
     for _ in range(4): x.mul_(1.0)
     if rank == 1: time.sleep({host_s})
@@ -34,11 +34,8 @@ def report(jobs: RecordedJobs, *, slow: bool, host_s: float = 0.0, **env: str) -
     device than the other rank's, which came earlier and waited.
     """
     code = STEPS.format(host_s=host_s)
-    job = jobs.start(2, code, SIMULATED_DEVICES_KERNEL_US="500", **env)
-    if slow:
-        job.wait_for(lambda rows: rows.filter(seq=1).height == 2)
-        job.faults.order(Fault("slow", rank=1, factor=20))
-    job.tell("ordered")
+    faults = [Fault("slow", rank=1, factor=20)] if slow else []
+    job = jobs.start(2, code, faults=faults, SIMULATED_DEVICES_KERNEL_US="500", **env)
     job.wait_for(lambda rows: rows.filter(status="completed").height == 82)
     job.tell("end")
     job.job.succeed()
