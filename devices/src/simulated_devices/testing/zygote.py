@@ -59,7 +59,9 @@ def become(request: dict[str, Any]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     # A rank that hangs says where, and does not outlive its test.
-    faulthandler.enable()
+    # Not those of all threads: to read the frames of one that runs can crash the process, and torch's
+    # watchdog, which ends it without Python's lock, would then seem to have crashed.
+    faulthandler.enable(all_threads=False)
     faulthandler.dump_traceback_later(request["timeout"], exit=True)
 
 
