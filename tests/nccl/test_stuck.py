@@ -134,8 +134,8 @@ def test_without_starts_it_says_what_it_cannot_tell(
 @TELLS_STARTS
 def test_devices_that_both_started(jobs: RecordedJobs) -> None:
     """If both have started the call, the transfer itself is stuck, and no rank is named."""
-    # Its stream does come to an operation of NCCL's that a device does not start, and that is what
-    # the back end calls a start. The operations are counted, so that the fault strikes the loop.
+    # With this scope, a stream comes to NCCL's operation though the device does not start it, and
+    # that is what the back end calls a start. The second operation is the loop's first.
     job = jobs.start(
         2,
         LOOP.replace("{then}", WAIT).replace("{until_struck}", ""),

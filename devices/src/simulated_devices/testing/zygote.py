@@ -58,10 +58,10 @@ def become(request: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # A rank that hangs says where, and does not outlive its test.
-    # Not those of all threads: to read the frames of one that runs can crash the process, and torch's
-    # watchdog, which ends it without Python's lock, would then seem to have crashed.
+    # A rank that crashes prints the stack of the thread that did. To read the frames of other threads
+    # while they run can crash it once more: a rank that torch's watchdog has aborted died by SIGSEGV.
     faulthandler.enable(all_threads=False)
+    # A rank that hangs says where, and does not outlive its test.
     faulthandler.dump_traceback_later(request["timeout"], exit=True)
 
 

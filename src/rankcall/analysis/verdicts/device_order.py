@@ -12,13 +12,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from rankcall.analysis.collectives import BLOCKING
-from rankcall.analysis.snapshot import (
-    BLOCKS,
-    P2P,
-    START_SEEN,
-    Snapshot,
-)
-from rankcall.analysis.verdicts.wait import Place, Wait, place_of
+from rankcall.analysis.snapshot import BLOCKS, P2P, START_SEEN, Snapshot
+from rankcall.analysis.verdicts.wait import Place, Wait
 from rankcall.record import BATCH, FLAG_DEVICE
 
 # What runs calls on a rank's device one behind the other: a thread's stream (rank, thread, -1), or
@@ -39,7 +34,7 @@ def note_queued(snapshot: Snapshot, waits: Sequence[Wait]) -> None:
     """
     queued = _queued_ranks(snapshot, waits)
     for wait in waits:
-        ranks = queued.get(place_of(wait), {})
+        ranks = queued.get(wait.place, {})
         stays = [number for number, rank in enumerate(wait.waiters) if rank not in ranks]
         wait.queued = bool(ranks) and not stays
         if ranks and stays and not (wait.absent or wait.behind):
@@ -58,7 +53,7 @@ def _queued_ranks(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[Place, dict
     what comes first. If calls are left of which each holds a device back from another one, their
     members have issued them in orders that do not go together.
     """
-    lacking = {place_of(wait) for wait in waits if wait.absent and not wait.soft}
+    lacking = {wait.place for wait in waits if wait.absent and not wait.soft}
     lanes = _lanes(snapshot, waits)
     queued: dict[Place, set[_Lane]] = {}
     for lane, issued in lanes.items():
@@ -128,7 +123,7 @@ def _lanes(snapshot: Snapshot, waits: Sequence[Wait]) -> dict[_Lane, list[_OnDev
                 if holds and (lane is stream or is_batch):
                     holding.add(lane)
                 is_begun = bool(calls["flags"][row] & START_SEEN)
-                call = _OnDevice(wait.records[rank], place_of(wait), holds, is_begun)
+                call = _OnDevice(wait.records[rank], wait.place, holds, is_begun)
                 lanes.setdefault(lane, []).append(call)
     return {lane: sorted(lanes[lane], key=lambda call: call.record) for lane in holding}
 

@@ -20,6 +20,9 @@ class Channel(NamedTuple):
     tag: int
 
 
+Place = tuple[int, Channel | None, int]  # a collective of a group, or both ends of a message
+
+
 @dataclass
 class Wait:
     """Ranks that have not left one collective, or one end of a message."""
@@ -44,10 +47,7 @@ class Wait:
     records: dict[int, int] = field(default_factory=dict)
     idle_rows: Sequence[int] = ()  # the calls of the unstarted, as far as the back end tells
 
-
-Place = tuple[int, Channel | None, int]  # a collective of a group, or both ends of a message
-
-
-def place_of(wait: Wait) -> Place:
-    """Return the call that a wait is about; both ends of a message have the same."""
-    return wait.group, wait.channel, wait.seq
+    @property
+    def place(self) -> Place:
+        """The call that it is about; both ends of a message have the same."""
+        return self.group, self.channel, self.seq

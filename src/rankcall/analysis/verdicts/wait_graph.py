@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankcall.analysis.verdicts.wait import Place, Wait, place_of
+from rankcall.analysis.verdicts.wait import Place, Wait
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -29,7 +29,7 @@ class WaitGraph:
         self._full: dict[Place, list[Wait]] = {}  # their waits: a message has one of each end
         for wait in waits:
             if not (wait.absent or wait.soft):
-                self._full.setdefault(place_of(wait), []).append(wait)
+                self._full.setdefault(wait.place, []).append(wait)
                 for rank in wait.waiters:
                     self._first[rank] = min(wait.records[rank], self._first.get(rank, _NEVER))
         self.in_wait: dict[int, list[Wait]] = {}
@@ -60,7 +60,7 @@ class WaitGraph:
 
         Of a message, both ends: the one may hang because the other rank is held in another call.
         """
-        ends = self._full[place_of(wait)]
+        ends = self._full[wait.place]
         return all(end.records[rank] == self._first[rank] for end in ends for rank in end.waiters)
 
     def blocked(self, rank: int) -> bool:
