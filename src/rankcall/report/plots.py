@@ -30,6 +30,7 @@ _NEWEST = 2000  # calls of each rank in a timeline
 _INCHES = 10.0  # the width of a picture
 _ROW, _LEAST, _MOST = 0.22, 2.0, 12.0  # inches: the height of a row, and of a picture
 _HEIGHT = 0.8  # of a bar, in rows
+_ROOM = 0.04  # of the width, for calls in flight; in s, if nothing else is on record
 _MOST_LABELS = 32  # of ranks beside a picture
 # Of the page of a report, in light.
 _COLOURS = {"computing": "#c9ced6", "waiting": "#d9604c", "transfer": "#4c7fd9"}
@@ -86,6 +87,9 @@ class Plots:
         axes = _axes(ax, len(chosen))
         first = min(spans.begin.min() for spans in rows if len(spans.begin))
         last = max(np.fmax(spans.begin, spans.end).max() for spans in rows if len(spans.begin))
+        if any(np.isnan(spans.end).any() for spans in rows):
+            # In a hang, nothing is on record after the last call was issued: its bar needs room.
+            last += _ROOM * (last - first) or _ROOM
         ops = sorted({op for spans in rows for op in spans.ops})
         for number, op in enumerate(ops):
             colour, label = f"C{number % 10}", op

@@ -38,7 +38,12 @@ def test_a_timeline_has_a_bar_for_each_call(run: Run) -> None:
     assert len(bars) == 4 * STEPS + 1
     late = [bar for bar in bars if bar.y0 < LATE < bar.y1]
     assert [bar.width for bar in late] == pytest.approx([CALL_MS / 1e3] * STEPS, rel=1e-3)
-    assert [bar.get_alpha() for bar in axes.collections].count(0.4) == 1
+    (pale,) = [bar for bar in axes.collections if bar.get_alpha() == 0.4]
+    (open_call,) = [path.get_extents() for path in pale.get_paths()]
+    # Nothing is on record after it was issued, and yet it can be seen, up to the right edge.
+    assert open_call.x0 == pytest.approx(STEPS * STEP_MS / 1e3, rel=1e-3)
+    assert open_call.x1 == pytest.approx(axes.get_xlim()[1])
+    assert open_call.width > 0.02 * axes.get_xlim()[1]
     assert axes.get_legend().get_texts()[0].get_text() == "all_reduce"
 
 
