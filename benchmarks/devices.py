@@ -4,7 +4,8 @@
 the ranks in step. ``all_reduce_8b_queued_us``: the same operation where the host runs ahead, per
 operation. ``all_reduce_64mib_gbs``: bytes of the tensor over the time of the operation.
 ``copy_gbs`` is what one core copies in the same process, which bounds it: both ranks copy their
-data in and the other's out, and add.
+data in and the other's out, and add. While eight bytes are measured, each rank has a core of its
+own if there are two: Linux may move both to one, where an operation takes three times as long.
 
 ``nccl_native_added_us``: what recording adds to an all_reduce, on the thread that issues it.
 ``nccl_device_times_added_us``: what device times add to that. ``nccl_python_added_us``: what the
@@ -52,13 +53,16 @@ def timed(function):
     return time.perf_counter() - begin
 
 small, large = torch.zeros(2, device="cuda"), torch.zeros(16 << 20, device="cuda")
+for _ in range(3): dist.all_reduce(large)
+big = [timed(lambda: dist.all_reduce(large)) for _ in range(11)]
+cores = sorted(os.sched_getaffinity(0))
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
 for _ in range(200): dist.all_reduce(small); torch.cuda.synchronize()
 in_step = [timed(lambda: dist.all_reduce(small)) for _ in range(2000)]
 def many():
     for _ in range(200): dist.all_reduce(small)
 queued = [timed(many) / 200 for _ in range(10)]
-for _ in range(3): dist.all_reduce(large)
-big = [timed(lambda: dist.all_reduce(large)) for _ in range(11)]
 source, target = torch.zeros(16 << 20), torch.zeros(16 << 20)
 copies = [timed(lambda: target.copy_(source)) for _ in range(5)]
 if rank == 0:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 namespace simulated {
 namespace {
@@ -108,8 +109,12 @@ class Collective {
     if (to != from) memmove(to, from, bytes);
   }
   size_t chunk_elements() const { return CHUNK / element_; }
-  char* scratch(int peer) { return scratch_.data() + peer * CHUNK; }
-  void make_scratch() { scratch_.resize(communicator_.size * CHUNK); }
+  char* scratch(int peer) { return scratch_.get() + peer * scratch_bytes_; }
+  // Not more than is pulled at a time, and not set to zero: that would take longer than a small operation.
+  void make_scratch() {
+    scratch_bytes_ = std::min(chunk_elements(), task_.count) * element_;
+    scratch_.reset(new char[communicator_.size * scratch_bytes_]);
+  }
 
   // Pulls `count` elements of every peer and combines them with this rank's own.
   bool pull_and_reduce(char* out, const char* own, size_t count) {
@@ -227,7 +232,8 @@ class Collective {
   int op_;
   double scale_ = 1;
   bool scaled_ = false;
-  std::vector<char> scratch_;
+  size_t scratch_bytes_ = 0;
+  std::unique_ptr<char[]> scratch_;
 };
 
 }  // namespace

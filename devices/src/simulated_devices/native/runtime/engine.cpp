@@ -336,7 +336,7 @@ void Engine::synchronize_device(int ordinal) {
   {
     std::lock_guard<std::mutex> hold(lock_);
     for (auto& [handle, stream] : streams_)
-      if (stream->device == ordinal) points.push_back({stream, stream->enqueued});
+      if (stream->device == ordinal && stream->ended < stream->enqueued) points.push_back({stream, stream->enqueued});
   }
   for (auto& point : points) wait_for(point);
 }
