@@ -30,7 +30,7 @@ _NEWEST = 2000  # calls of each rank in a timeline
 _INCHES = 10.0  # the width of a picture
 _ROW, _LEAST, _MOST = 0.22, 2.0, 12.0  # inches: the height of a row, and of a picture
 _HEIGHT = 0.8  # of a bar, in rows
-_ROOM = 0.04  # of the width, for calls in flight; in s, if nothing else is on record
+_ROOM = 0.04  # of the width, at least, for calls in flight; in s, if nothing else is on record
 _MOST_LABELS = 32  # of ranks beside a picture
 # Of the page of a report, in light.
 _COLOURS = {"computing": "#c9ced6", "waiting": "#d9604c", "transfer": "#4c7fd9"}
@@ -40,6 +40,7 @@ class _Spans(NamedTuple):
     """The calls of one rank, in seconds of one clock. NaN: a call that has not ended."""
 
     rank: int
+    seen: float  # when the rank was last known to run
     ops: list[str]
     begin: npt.NDArray[np.float64]
     end: npt.NDArray[np.float64]
@@ -65,7 +66,8 @@ class Plots:
         """Draw when each rank was in which call, a row for a rank, on one clock for all hosts.
 
         A bar begins when the call was issued and ends when it ended. A call that has not ended has
-        a paler bar up to the right edge. Calls whose end nobody can tell are left out.
+        a paler bar up to the right edge: until when a rank with such a call is known to have run.
+        Calls whose end nobody can tell are left out.
 
         Args:
             ranks: The ranks to draw; by default, the first 64.
@@ -88,8 +90,9 @@ class Plots:
         first = min(spans.begin.min() for spans in rows if len(spans.begin))
         last = max(np.fmax(spans.begin, spans.end).max() for spans in rows if len(spans.begin))
         if any(np.isnan(spans.end).any() for spans in rows):
-            # In a hang, nothing is on record after the last call was issued: its bar needs room.
-            last += _ROOM * (last - first) or _ROOM
+            # They last as long as the job is known to have run, and need room if that is not known.
+            seen = max(spans.seen for spans in rows if np.isnan(spans.end).any())
+            last = max(last + (_ROOM * (last - first) or _ROOM), seen)
         ops = sorted({op for spans in rows for op in spans.ops})
         for number, op in enumerate(ops):
             colour, label = f"C{number % 10}", op
@@ -177,11 +180,13 @@ class Plots:
             frame = self._run.frame(ring)
             frame = frame.filter(~frame["abandoned"]).tail(newest)  # a ring may give more
             ended = frame["completed_ns"].fill_null(0).to_numpy()
+            seen = np.array([ring.header.last_sign_ns])
             begin = clocks.epoch_ns(ring.header, frame["enqueued_ns"].to_numpy())
             end = clocks.epoch_ns(ring.header, ended)
             # Seconds of the epoch as floats have steps of 0.2 µs; a picture's pixel is more.
             yield _Spans(
                 ring.header.rank,
+                float(clocks.epoch_ns(ring.header, seen)[0] / 1e9),
                 frame["op"].to_list(),
                 begin / 1e9,
                 np.where(ended == 0, np.nan, end / 1e9),

@@ -313,10 +313,14 @@ class Header:
         return self.process.state(here)
 
     @property
+    def last_sign_ns(self) -> int:
+        """The last time the process is known to have run, CLOCK_MONOTONIC."""
+        return max(self.native_heartbeat_ns, self.python_heartbeat_ns, self.closed_ns)
+
+    @property
     def last_sign_epoch_ns(self) -> int:
-        """The last time the process is known to have run, in ns of its host's wall clock."""
-        last = max(self.native_heartbeat_ns, self.python_heartbeat_ns, self.closed_ns)
-        return self.anchor_epoch_ns + last - self.anchor_mono_ns
+        """The same in ns of its host's wall clock."""
+        return self.anchor_epoch_ns + self.last_sign_ns - self.anchor_mono_ns
 
     @property
     def used_bytes(self) -> int:

@@ -47,6 +47,25 @@ def test_a_timeline_has_a_bar_for_each_call(run: Run) -> None:
     assert axes.get_legend().get_texts()[0].get_text() == "all_reduce"
 
 
+def test_a_call_in_flight_lasts_as_long_as_its_rank_is_known_to_have_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hang of five seconds after a second of work looks like five seconds, on any host."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    second = 1000 * MS
+    calls = together(1, [0] * 4, second, FOUR) + [
+        Call(rank, 2, second, None, group=FOUR) for rank in range(3)
+    ]
+    beats = dict.fromkeys(range(3), (6 * second, 2 * second)) | {3: (7 * second, 7 * second)}
+    hosts = {2: "node-b", 3: "node-b"}
+    axes = load(write_world(tmp_path / "run", calls, beats=beats, hosts=hosts)).plot.timeline()
+    pale = [bar for bar in axes.collections if bar.get_alpha() == 0.4]
+    bars = [path.get_extents() for bar in pale for path in bar.get_paths()]
+    ends = [(bar.x0, bar.x1) for bar in bars]
+    assert ends == [pytest.approx((1.0, 6.0), rel=1e-3)] * 3
+    assert axes.get_xlim()[1] == pytest.approx(6.0, rel=1e-3)
+
+
 def test_a_timeline_of_some_ranks(run: Run) -> None:
     """The newest calls of the ranks that were asked for; none of them is an error that says so."""
     axes = run.plot.timeline([LATE], newest=3)
