@@ -456,8 +456,14 @@ def test_a_zip_whose_members_share_their_data(tmp_path: Path) -> None:
     target = overlapping(tmp_path / "bomb.zip", 40, 1 << 20)
     assert target.stat().st_size < 1 << 14
     with zipfile.ZipFile(target) as archive:
-        assert archive.testzip() is None
-        assert sum(member.file_size for member in archive.infolist()) > 40 << 20
+        members = archive.infolist()
+    # zipfile itself refuses to read such members, from Python 3.11.8 and 3.12.2 on.
+    for member in members:
+        begin = member.header_offset + 30 + len(member.filename)
+        inflate = zlib.decompressobj(-15)
+        plain = inflate.decompress(target.read_bytes()[begin:])
+        assert (len(plain), zlib.crc32(plain)) == (member.file_size, member.CRC)
+    assert sum(member.file_size for member in members) > 40 << 20
     with pytest.raises(CorruptRunError, match="it holds members that overlap"):
         unpack(target)
 
