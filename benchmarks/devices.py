@@ -4,8 +4,8 @@
 the ranks in step. ``all_reduce_8b_queued_us``: the same operation where the host runs ahead, per
 operation. ``all_reduce_64mib_gbs``: bytes of the tensor over the time of the operation.
 ``copy_gbs`` is what one core copies in the same process, which bounds it: both ranks copy their
-data in and the other's out, and add. While eight bytes are measured, each rank has a core of its
-own if there are two: Linux may move both to one, where an operation takes three times as long.
+data in and the other's out, and add. Each rank has a core of its own if there are two: Linux may
+move both to one, where an operation of eight bytes takes three times as long.
 
 ``nccl_native_added_us``: what recording adds to an all_reduce, on the thread that issues it.
 ``nccl_device_times_added_us``: what device times add to that. ``nccl_python_added_us``: what the
@@ -42,8 +42,9 @@ DEADLINE_S = 300
 
 RANK = """
 import json, os, statistics, time
+rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[rank % len(cores)]})  # also of all threads to come
 import torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
 store = dist.FileStore(os.environ["RENDEZVOUS"], 2)
 dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
@@ -55,9 +56,6 @@ def timed(function):
 small, large = torch.zeros(2, device="cuda"), torch.zeros(16 << 20, device="cuda")
 for _ in range(3): dist.all_reduce(large)
 big = [timed(lambda: dist.all_reduce(large)) for _ in range(11)]
-cores = sorted(os.sched_getaffinity(0))
-for thread in os.listdir("/proc/self/task"):
-    os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
 for _ in range(200): dist.all_reduce(small); torch.cuda.synchronize()
 in_step = [timed(lambda: dist.all_reduce(small)) for _ in range(2000)]
 def many():

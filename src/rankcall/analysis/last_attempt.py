@@ -86,5 +86,4 @@ def _process(header: Header) -> tuple[object, ...]:
 
 def _last_seen_ns(header: Header) -> int:
     """Return when a process last gave a sign of life, as epoch ns of its host."""
-    beats = header.native_heartbeat_ns, header.python_heartbeat_ns, header.closed_ns
-    return header.anchor_epoch_ns + max(0, max(beats) - header.anchor_mono_ns)
+    return header.anchor_epoch_ns + max(0, header.last_sign_ns - header.anchor_mono_ns)

@@ -30,7 +30,7 @@ _NEWEST = 2000  # calls of each rank in a timeline
 _INCHES = 10.0  # the width of a picture
 _ROW, _LEAST, _MOST = 0.22, 2.0, 12.0  # inches: the height of a row, and of a picture
 _HEIGHT = 0.8  # of a bar, in rows
-_ROOM = 0.04  # of the width, at least, for calls in flight; in s, if nothing else is on record
+_ROOM = 0.04  # of the width, for a call in flight at least; in s, if nothing else is on record
 _MOST_LABELS = 32  # of ranks beside a picture
 # Of the page of a report, in light.
 _COLOURS = {"computing": "#c9ced6", "waiting": "#d9604c", "transfer": "#4c7fd9"}
@@ -66,8 +66,8 @@ class Plots:
         """Draw when each rank was in which call, a row for a rank, on one clock for all hosts.
 
         A bar begins when the call was issued and ends when it ended. A call that has not ended has
-        a paler bar up to the right edge: until when a rank with such a call is known to have run.
-        Calls whose end nobody can tell are left out.
+        a paler bar until its rank was last known to run, and at least a short one. Calls whose end
+        nobody can tell are left out.
 
         Args:
             ranks: The ranks to draw; by default, the first 64.
@@ -89,18 +89,19 @@ class Plots:
         axes = _axes(ax, len(chosen))
         first = min(spans.begin.min() for spans in rows if len(spans.begin))
         last = max(np.fmax(spans.begin, spans.end).max() for spans in rows if len(spans.begin))
-        if any(np.isnan(spans.end).any() for spans in rows):
-            # They last as long as the job is known to have run, and need room if that is not known.
-            seen = max(spans.seen for spans in rows if np.isnan(spans.end).any())
-            last = max(last + (_ROOM * (last - first) or _ROOM), seen)
+        room = _ROOM * (last - first) or _ROOM
+        until = [  # where each bar ends
+            np.where(np.isnan(spans.end), np.maximum(spans.seen, spans.begin + room), spans.end)
+            for spans in rows
+        ]
+        last = max(ends.max() for ends in until if len(ends))
         ops = sorted({op for spans in rows for op in spans.ops})
         for number, op in enumerate(ops):
             colour, label = f"C{number % 10}", op
-            for spans in rows:
+            for spans, ends in zip(rows, until, strict=True):
                 is_op = np.array([name == op for name in spans.ops], bool)
-                begin, end = spans.begin[is_op] - first, spans.end[is_op] - first
-                is_open = np.isnan(end)
-                widths = np.where(is_open, last - first, end) - begin
+                begin, is_open = spans.begin[is_op] - first, np.isnan(spans.end[is_op])
+                widths = ends[is_op] - first - begin
                 row = chosen.index(spans.rank)
                 for part, alpha in ((~is_open, 1.0), (is_open, 0.4)):
                     if part.any():
